@@ -1,0 +1,105 @@
+"""Show what was measured: tables and progress on the terminal, JSON and plots in files.
+
+A file is written beside its place and moved there when it is whole, so an interrupted run leaves no half of it.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from common.device import describe, versions
+
+console = Console(highlight=False, soft_wrap=True)  # nothing is cut to the width of the terminal
+
+
+def print_table(title, columns, rows):
+    """Print a Markdown table. columns: the headings; rows: one sequence of cells a row, each shown by str()."""
+    table = Table(box=box.MARKDOWN)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    wide = Console(width=200, color_system=None)
+    with wide.capture() as shown:
+        wide.print(table)
+    console.print(f"\n[bold]{title}[/bold]\n")
+    for line in shown.get().splitlines():
+        if line.strip():
+            console.print(line, markup=False)
+
+
+def mib(count):
+    """Show a number of bytes in MiB, to four digits."""
+    return f"{count / 2**20:.4g}"
+
+
+@contextlib.contextmanager
+def progress(title, total):
+    """Show a bar of `total` steps on a terminal, nothing in a pipe. Yields advance(what_comes_next)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task(title, total=total)
+        yield lambda step="": bar.update(task, advance=1, description=f"{title} {step}")
+
+
+def write_json(path, device, rows):
+    """Write {"device", "versions", "rows"}: the one line of `describe`, and each row's fields with its tool's name.
+
+    rows: [(tool, dataclass instance), ...].
+    """
+    found = {"device": describe(device), "versions": versions(),
+             "rows": [{"tool": tool, **dataclasses.asdict(row)} for tool, row in rows]}
+    with whole_file(path) as part:
+        part.write_text(json.dumps(found, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def whole_file(path):
+    """Yield a path to write to; when the block ends without an error, what was written stands at `path`."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".part-", suffix=path.suffix)
+    os.close(handle)
+    part = Path(name)
+    try:
+        yield part
+        os.chmod(part, 0o644)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def plot_curves(path, title, ylabel, curves, guides):
+    """Draw curves over the sequence length N, both axes logarithmic, and write them to `path` (png, svg, pdf).
+
+    curves: {label: [(N, value), ...]}. guides: {label: (exponent, label of the curve whose last point it passes)}.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for label, points in curves.items():
+        axes.plot(*zip(*points), marker="o", label=label)
+    for label, (exponent, anchor) in guides.items():
+        (first, _), (last, value) = curves[anchor][0], curves[anchor][-1]
+        axes.plot([first, last], [value * (first / last) ** exponent, value], linestyle=":", color="grey")
+        axes.annotate(label, (first, value * (first / last) ** exponent), color="grey", va="bottom")
+    lengths = sorted({n for points in curves.values() for n, _ in points})
+    axes.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel=ylabel, title=title)
+    axes.set_xticks(lengths, [str(n) for n in lengths], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.legend()
+    with whole_file(path) as part:
+        figure.savefig(part, dpi=120)
+    plt.close(figure)
