@@ -18,73 +18,70 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Visible:
-    """The keys that each query of one call may see, and the inputs in the form in which the loops use them.
+    """The keys that each query of one call may see, and its inputs cut into tiles.
 
-    Q [..., Hq, Nq, d] becomes Q [..., Hkv, G, Nq, d]: query head h reads key/value head h // G, and the G heads of
-    a group become rows of one tile, so K and V are read as they are. Without heads G is 1. The arguments are those
-    of `flash_attention_forward`; wrong ones raise here, before any work.
+    A tile is 3-D: X leading dimensions in one, then its rows. Query head h reads key/value head h // G, and the G
+    heads of a group become rows of one tile: Q_block [X, G*Br, d] meets K_block [X, Bc, d], read as it is. Without
+    heads G is 1. The arguments are those of `flash_attention_forward`; wrong ones raise here, before any work.
     """
 
     def __init__(self, Q, K, V, *, causal=False, q_start=None, window=None, scale=None, attn_mask=None,
                  score_mod=None):
         _check(Q, K, V, q_start, window, scale, attn_mask, score_mod)
-        heads, self.kv_heads = (Q.shape[-3], K.shape[-3]) if Q.dim() > 3 else (1, 1)
-        self.G = heads // self.kv_heads
+        self.lead = K.shape[:-2]  # [B, Hkv], or whatever stands before N
+        self.X = self.lead.numel()
+        heads, kv_heads = (Q.shape[-3], K.shape[-3]) if Q.dim() > 3 else (1, 1)
+        self.G = heads // kv_heads
         self.Nq, self.Nk = Q.shape[-2], K.shape[-2]
-        self.Q = self._split(Q) if Q.dim() > 3 else Q.unsqueeze(-3)  # [..., Hkv, G, Nq, d]
+        self.Q = self.grouped(Q)
         self.scale = 1 / math.sqrt(Q.shape[-1]) if scale is None else scale
-        self.dtype = Q.dtype if Q.dtype.itemsize >= 4 else torch.float32  # m, l, O and the scores
+        self.dtype = Q.dtype if Q.dtype.itemsize >= 4 else torch.float32  # of m, l, O and the scores
         self.q_start = self.Nk - self.Nq if q_start is None else q_start
-        left, right = (None, None) if window is None else window
-        # Query i sees keys from q_start + i - left to q_start + i + right; a band as wide as this is unbounded.
-        self.left = self.Nq + self.Nk + abs(self.q_start) if left is None else left
-        self.right = self.Nq + self.Nk + abs(self.q_start) if right is None else right
+        # Query i sees the keys from q_start + i - left to q_start + i + right.
+        unbounded = self.Nq + self.Nk + abs(self.q_start)
+        self.left, self.right = (unbounded if w is None else w for w in window or (None, None))
         if causal:
             self.right = min(self.right, 0)
-        self.score_mod = score_mod
-        self.hides = causal or window is not None or attn_mask is not None or score_mod is not None
-        self.attn_mask = None
+        self.attn_mask, self.score_mod = attn_mask, score_mod
         if attn_mask is not None:
-            mask = attn_mask.reshape((1,) * (Q.dim() - attn_mask.dim()) + attn_mask.shape)
-            self.attn_mask = self._split(mask) if Q.dim() > 3 else mask.unsqueeze(-3)
-        self.batch_index = self.head_index = torch.zeros((), dtype=torch.long, device=Q.device)
-        if score_mod is not None and Q.dim() > 2:
-            self.batch_index = torch.arange(len(Q), device=Q.device).view(-1, *[1] * Q.dim())  # [B, 1.., 1, 1]
-            self.head_index = torch.arange(heads, device=Q.device).view(self.kv_heads, self.G, 1, 1)
+            self.attn_mask = self.grouped(attn_mask.reshape((1,) * (Q.dim() - attn_mask.dim()) + attn_mask.shape))
+        if score_mod is not None:
+            self.batch_index = self.head_index = torch.zeros((), dtype=torch.long, device=Q.device)
+            if Q.dim() > 2:
+                self.batch_index = torch.arange(len(Q), device=Q.device).view(-1, *[1] * Q.dim())  # [B, 1.., 1, 1]
+            if Q.dim() > 3:
+                self.head_index = torch.arange(heads, device=Q.device).view(kv_heads, self.G, 1, 1)
 
-    def _split(self, x):
-        """[..., Hq or 1, N, d] -> [..., Hkv or 1, G or 1, N, d]"""
-        return x.unsqueeze(-3) if x.shape[-3] == 1 else x.unflatten(-3, (self.kv_heads, self.G))
+    @property
+    def hides(self):
+        """Whether a query may be kept from a key at all."""
+        band = self.right < self.Nk - 1 - self.q_start or self.left < self.q_start + self.Nq - 1
+        return band or self.attn_mask is not None or self.score_mod is not None
 
-    def query_block(self, rows):
-        """Return Q's rows in the dtype of the scores, [..., G*Br, d]."""
-        return self.Q[..., rows, :].to(self.dtype).flatten(-3, -2)
+    def grouped(self, x):
+        """View x [..., Hq or 1, N, ?] as [..., Hkv or 1, G or 1, N, ?]; without heads, [..., N, ?] as [..., 1, N, ?]."""
+        if x.dim() > 3 and x.shape[-3] > 1:
+            return x.unflatten(-3, (self.lead[-1], self.G))
+        return x.unsqueeze(-3)
 
-    def start(self, rows, dv):
-        """Return m, l and O_block as they stand before the first tile.
-
-        m starts at the lowest finite number, not at -inf: a tile with nothing to see then gives
-        correction = exp(0) = 1 and P_block = exp(-inf) = 0, where -inf - -inf would be NaN.
-        """
-        lead = (*self.Q.shape[:-3], self.G * (rows.stop - rows.start))
-        m = self.Q.new_full((*lead, 1), torch.finfo(self.dtype).min, dtype=self.dtype)
-        return m, torch.zeros_like(m), m.new_zeros((*lead, dv))
-
-    def store(self, target, rows, block):
-        """Write block [..., G*Br, x] to the rows of target [..., Nq, x]."""
-        grouped = self._split(target) if target.dim() > 3 else target.unsqueeze(-3)
-        grouped[..., rows, :] = block.unflatten(-2, (self.G, rows.stop - rows.start))
+    # What is visited
 
     def query_blocks(self, Br):
-        """Yield the slices of Br query rows, the last one as long as what is left."""
+        """Yield the slices of Br query rows; the last one is as long as what is left."""
         return (slice(i, min(i + Br, self.Nq)) for i in range(0, self.Nq, Br))
 
+    def key_range(self, rows):
+        """Return the slice of keys that causal and window let some query of `rows` see."""
+        stop = max(0, min(self.Nk, self.q_start + rows.stop + self.right))
+        return slice(min(stop, max(0, self.q_start + rows.start - self.left)), stop)
+
     def key_blocks(self, rows, Bc):
-        """Yield the slices of Bc keys that some query of `rows` may see: the tiles that are visited."""
-        first = max(0, self.q_start + rows.start - self.left)
-        stop = min(self.Nk, self.q_start + rows.stop + self.right)
-        for j in range(first // Bc * Bc, stop, Bc):
-            cols = slice(j, min(j + Bc, self.Nk))
+        """Yield the slices of at most Bc keys of the tiles that `rows` visits: those with a score to see."""
+        seen = self.key_range(rows)
+        if seen.start == seen.stop:
+            return
+        for j in range(seen.start // Bc * Bc, seen.stop, Bc):
+            cols = slice(max(j, seen.start), min(j + Bc, seen.stop))
             if self.attn_mask is None or self._mask_tile(rows, cols)[1].any():
                 yield cols
 
@@ -93,33 +90,70 @@ class Visible:
         return (cols.stop - 1 <= self.q_start + rows.start + self.right
                 and cols.start >= self.q_start + rows.stop - 1 - self.left)
 
-    def restrict(self, S_block, V_block, rows, cols):
-        """Apply score_mod, attn_mask and the band to a tile: S_block [..., G*Br, Bc], V_block [..., Bc, dv].
+    def drawing(self, Br, Bc):
+        """Return which tiles are visited, a query block a line: # wholly seen, / on the edge, . never visited."""
+        lines = []
+        for rows in self.query_blocks(Br):
+            line = ["."] * -(-self.Nk // Bc)
+            for cols in self.key_blocks(rows, Bc):
+                whole = cols.stop - cols.start == min(Bc, self.Nk - cols.start) and self.sees_all(rows, cols)
+                line[cols.start // Bc] = "#" if whole else "/"
+            lines.append(" ".join(line))
+        return "\n".join(lines)
 
-        Hidden scores become -inf. The values of a key that no query of the tile sees become 0, for a weight of 0
-        does not hide the NaN of an unused key: 0 * NaN is NaN.
+    def kept_pairs(self):
+        """Return how many (query, key) pairs causal and window keep: the work that FLOPs count."""
+        position = self.q_start + torch.arange(self.Nq)
+        stop = (position + self.right + 1).clamp(0, self.Nk)
+        return int((stop - (position - self.left).clamp(0, self.Nk)).clamp(min=0).sum())
+
+    # The tiles themselves
+
+    def query_block(self, rows):
+        """Return Q's rows in the dtype of the scores, [X, G*Br, d]."""
+        return self.Q[..., rows, :].to(self.dtype).reshape(self.X, self.G * (rows.stop - rows.start), self.Q.shape[-1])
+
+    def key_block(self, x, cols):
+        """Return the keys `cols` of K or V in the dtype of the scores, [X, Bc, d]."""
+        return x[..., cols, :].to(self.dtype).reshape(self.X, cols.stop - cols.start, x.shape[-1])
+
+    def store(self, target, rows, block):
+        """Write block [X, G*Br, ?] to the rows of target [..., Nq, ?]."""
+        self.grouped(target)[..., rows, :] = block.view(*self.lead, self.G, rows.stop - rows.start, block.shape[-1])
+
+    def restrict(self, S_block, V_block, rows, cols):
+        """Apply score_mod, attn_mask, causal and window to S_block [X, G*Br, Bc]: hidden scores become -inf.
+
+        V_block [X, Bc, dv] gets zeros for a key that no query of the tile sees: a weight of 0 would not hide a NaN
+        there, since 0 * NaN is NaN. S_block is overwritten.
         """
-        if self.sees_all(rows, cols) and self.attn_mask is None and self.score_mod is None:
-            return S_block, V_block
-        S_block = S_block.unflatten(-2, (self.G, rows.stop - rows.start))  # [..., G, Br, Bc]
-        i = torch.arange(rows.start, rows.stop, device=S_block.device)[:, None]  # [Br, 1]
-        j = torch.arange(cols.start, cols.stop, device=S_block.device)  # [Bc]
-        hidden = self.hidden(rows, cols, S_block.device)
+        if self.score_mod is None and self.attn_mask is None:
+            return self._hide_band(S_block, rows, cols), V_block  # `cols` holds no key that no query sees
+        S = S_block.view(*self.lead, self.G, rows.stop - rows.start, cols.stop - cols.start)  # [..., G, Br, Bc]
         if self.score_mod is not None:
-            S_block = self.score_mod(S_block, self.batch_index, self.head_index, i, j).to(self.dtype)
+            i = torch.arange(rows.start, rows.stop, device=S.device)[:, None]  # [Br, 1]
+            j = torch.arange(cols.start, cols.stop, device=S.device)  # [Bc]
+            changed = self.score_mod(S, self.batch_index, self.head_index, i, j)
+            S = changed.to(self.dtype).expand(S.shape).clone()  # autograd may keep what it returned
         if self.attn_mask is not None:
             bias, seen = self._mask_tile(rows, cols)
-            S_block = S_block if bias is None else S_block + bias
-            hidden = hidden | ~seen
-        S_block = S_block.masked_fill(hidden, -math.inf)
-        unseen = (S_block == -math.inf).all(-2).all(-2)  # [..., Bc]
-        return S_block.flatten(-3, -2), V_block.masked_fill(unseen.unsqueeze(-1), 0)
+            if bias is not None:
+                S = S.add_(bias)
+            S = S.masked_fill_(~seen, -math.inf)
+        S_block = self._hide_band(S.view(S_block.shape), rows, cols)
+        unseen = (S_block == -math.inf).all(-2)  # [X, Bc]
+        return S_block, V_block.masked_fill(unseen.unsqueeze(-1), 0)
 
-    def hidden(self, rows, cols, device):
-        """Return what causal and window hide of a tile: bool [Br, Bc], True may not be seen."""
-        position = self.q_start + torch.arange(rows.start, rows.stop, device=device)[:, None]  # [Br, 1]
-        j = torch.arange(cols.start, cols.stop, device=device)  # [Bc]
-        return (j > position + self.right) | (j < position - self.left)
+    def _hide_band(self, S_block, rows, cols):
+        if self.sees_all(rows, cols):
+            return S_block
+        first = self.q_start + rows.start - cols.start  # row 0 of the tile stands at this column
+        shape = (rows.stop - rows.start, cols.stop - cols.start)
+        hidden = S_block.new_full(shape, -math.inf).triu_(first + self.right + 1)  # 0 where seen, and twice as
+        if cols.start < self.q_start + rows.stop - 1 - self.left:  # fast to add as a bool mask is to fill in
+            hidden += S_block.new_full(shape, -math.inf).tril_(first - self.left - 1)
+        S_block.view(self.X, self.G, *shape).add_(hidden)
+        return S_block
 
     def _mask_tile(self, rows, cols):
         """The tile of attn_mask: what it adds (or None), and which scores it keeps, both [..., Br or 1, Bc or 1]."""
@@ -127,12 +161,6 @@ class Visible:
         tile = tile if tile.shape[-2] == 1 else tile[..., rows, :]
         tile = tile if tile.shape[-1] == 1 else tile[..., cols]
         return (None, tile) if tile.dtype == torch.bool else (tile, tile > -math.inf)
-
-    def kept_pairs(self):
-        """How many (query, key) pairs causal and window keep: the work that FLOPs count."""
-        position = self.q_start + torch.arange(self.Nq)
-        stop = (position + self.right + 1).clamp(0, self.Nk)
-        return int((stop - (position - self.left).clamp(0, self.Nk)).clamp(min=0).sum())
 
 
 def _check(Q, K, V, q_start, window, scale, attn_mask, score_mod):

@@ -81,7 +81,7 @@ def whole_file(path):
 def plot_curves(path, title, ylabel, curves, guides):
     """Draw curves over the sequence length N, both axes logarithmic, and write them to `path` (png, svg, pdf).
 
-    curves: {label: [(N, value), ...]}. guides: {label: (exponent, label of the curve whose last point it passes)}.
+    curves: {label: [(N, value), ...]}. guides: {label: (exponent, label of the curve that it runs along)}.
     """
     import matplotlib
 
@@ -91,10 +91,10 @@ def plot_curves(path, title, ylabel, curves, guides):
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for label, points in curves.items():
         axes.plot(*zip(*points), marker="o", label=label)
-    for label, (exponent, anchor) in guides.items():
-        (first, _), (last, value) = curves[anchor][0], curves[anchor][-1]
-        axes.plot([first, last], [value * (first / last) ** exponent, value], linestyle=":", color="grey")
-        axes.annotate(label, (first, value * (first / last) ** exponent), color="grey", va="bottom")
+    for (label, (exponent, beside)), style in zip(guides.items(), ("--", ":")):
+        (first, _), (last, value) = curves[beside][0], curves[beside][-1]
+        value *= 1.5  # beside its curve, not on it
+        axes.plot([first, last], [value * (first / last) ** exponent, value], style, color="grey", label=label)
     lengths = sorted({n for points in curves.values() for n, _ in points})
     axes.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel=ylabel, title=title)
     axes.set_xticks(lengths, [str(n) for n in lengths], minor=False)

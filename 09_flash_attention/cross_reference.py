@@ -1,0 +1,164 @@
+"""What three earlier phases say about this one, each made runnable.
+
+    python cross_reference.py --phase 1      Hello NPU: how much of attention is its two matrix products?
+    python cross_reference.py --phase 7      Profiling: which operators take the time and the memory?
+    python cross_reference.py --phase 8      Mini-GPT: its attention module with standard, flash or fused inside
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from flash_attention import cli, flash_attention_forward, fused_attention, standard_attention  # first: finds `common`
+from cases import cases_of, parser
+from common.device import choose, describe
+from common.profiling import profile_call
+from common.report import console, mib, print_table, progress, write_json
+from common.timing import median_ratio, time_in_turn
+
+import torch
+from torch import nn
+
+ATTENTION = {"standard": standard_attention, "flash": flash_attention_forward, "fused": fused_attention}
+
+
+@dataclass
+class ProductRow:
+    """A part of standard attention: its median seconds, its share of the whole, its rate."""
+
+    name: str
+    shape: str
+    seconds: float
+    share: float
+    tflops: float
+
+
+def time_products(case, device, seed=0):
+    """Phase 1: time the products Q K^T and P V, and softmax, in turn with standard attention. ProductRows."""
+    Q, K, V = case.inputs(device, seed)
+    S = Q @ K.transpose(-2, -1)  # [..., N, N]
+    P = torch.softmax(S, dim=-1)
+    calls = {
+        "standard attention": lambda: standard_attention(Q, K, V, **case.masks),
+        "Q K^T": lambda: Q @ K.transpose(-2, -1),
+        "softmax": lambda: torch.softmax(S, dim=-1),
+        "P V": lambda: P @ V,
+    }
+    products = {"Q K^T": 2 * S.numel() * Q.shape[-1], "P V": 2 * S.numel() * V.shape[-1]}
+    flop = {**products, "standard attention": sum(products.values()), "softmax": math.nan}
+    seconds = time_in_turn(calls, device)
+    whole = seconds["standard attention"]
+    rows = []
+    for name, part in seconds.items():
+        median = statistics.median(part)
+        rows.append(ProductRow(name, case.shape, median, median_ratio(part, whole), flop[name] / median / 1e12))
+    return rows
+
+
+class CausalSelfAttention(nn.Module):
+    """Phase 8's attention in nanoGPT's shape: one projection to Q, K, V, attention by name, one projection back.
+
+    attention: 'standard', 'flash' or 'fused'. Maps [B, N, C] to [B, N, C]; Q, K and V are strided views of one tensor.
+    """
+
+    def __init__(self, n_embd, n_head, attention="standard"):
+        super().__init__()
+        if attention not in ATTENTION:
+            raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, got {attention!r}")
+        if n_embd % n_head:
+            raise ValueError(f"n_head must divide n_embd, got {n_head} and {n_embd}")
+        self.n_head, self.attend = n_head, ATTENTION[attention]
+        self.c_attn = nn.Linear(n_embd, 3 * n_embd)
+        self.c_proj = nn.Linear(n_embd, n_embd)
+
+    def forward(self, x):
+        Q, K, V = (
+            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # [B, N, C] -> [B, H, N, C/H]
+            for part in self.c_attn(x).chunk(3, dim=-1)
+        )
+        O = self.attend(Q, K, V, causal=True)  # [B, H, N, C/H]
+        return self.c_proj(O.transpose(1, 2).flatten(-2))  # [B, N, C]
+
+
+@dataclass
+class ModuleRow:
+    """max_diff: from the module with standard attention inside and the same weights."""
+
+    name: str
+    shape: str
+    max_diff: float
+    seconds: float
+
+
+@torch.no_grad()
+def compare_modules(N, device, batch=1, n_embd=384, n_head=6, seed=0):
+    """Phase 8: one set of weights, one input, each attention in turn. ModuleRows."""
+    torch.manual_seed(seed)
+    modules = {name: CausalSelfAttention(n_embd, n_head, name) for name in ATTENTION}
+    x = torch.randn(batch, N, n_embd).to(device)
+    for module in modules.values():
+        module.load_state_dict(modules["standard"].state_dict())
+        module.to(device)
+    expected = modules["standard"](x)
+    seconds = time_in_turn({name: lambda m=m: m(x) for name, m in modules.items()}, device)
+    return [ModuleRow(name, f"{batch}x{N}x{n_embd}", (module(x) - expected).abs().max().item(),
+                      statistics.median(seconds[name])) for name, module in modules.items()]
+
+
+def show_phase_1(cases, args, device):
+    rows = []
+    with progress("phase 1", len(cases)) as advance:
+        for case in cases:
+            rows += time_products(case, device, args.seed)
+            advance(case.shape)
+    print_table("Phase 1, Hello NPU: the matrix products inside standard attention",
+                ["part", "Q", "ms", "share", "TFLOP/s"],
+                [(r.name, r.shape, f"{r.seconds * 1e3:.4g}", f"{r.share:.0%}",
+                  "-" if math.isnan(r.tflops) else f"{r.tflops:.3g}") for r in rows])
+    return rows
+
+
+def show_phase_7(cases, args, device):
+    Q, K, V = cases[0].inputs(device, args.seed)
+    rows = []
+    for name in ("standard", "flash"):
+        call = ATTENTION[name]
+        path, operators = profile_call(lambda call=call: call(Q, K, V, **cases[0].masks), device, args.traces, name)
+        rows += operators
+        for order, value in (("time", lambda o: o.self_ms), ("memory", lambda o: o.self_bytes)):
+            print_table(f"Phase 7, Profiling: {name} attention {cases[0].shape}, operators by {order}",
+                        ["operator", "calls", "self ms", "self MiB"],
+                        [(o.name, o.calls, f"{o.self_ms:.3f}", mib(o.self_bytes))
+                         for o in sorted(operators, key=value, reverse=True)[:5]])
+        console.print(f"\ntrace: {path}")
+    return rows
+
+
+def show_phase_8(cases, args, device):
+    rows = compare_modules(cases[0].Nq, device, seed=args.seed)
+    print_table("Phase 8, Mini-GPT: CausalSelfAttention, one set of weights",
+                ["attention", "input", "largest difference", "ms"],
+                [(r.name, r.shape, f"{r.max_diff:.2e}", f"{r.seconds * 1e3:.4g}") for r in rows])
+    return rows
+
+
+SHOW = {1: show_phase_1, 7: show_phase_7, 8: show_phase_8}
+
+
+def main():
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--phase", type=int, choices=SHOW, help="(all three)")
+    options.add_argument("--traces", metavar="DIR", default="results/traces", help="where phase 7's traces go")
+    args = options.parse_args()
+    device = choose(args.device)
+    cases = cases_of(args, options, device, lengths=(1024,))
+    console.print(f"device: {describe(device)}")
+    rows = []
+    for phase in [args.phase] if args.phase else SHOW:
+        rows += [(f"phase {phase}", row) for row in SHOW[phase](cases, args, device)]
+    if args.json:
+        write_json(args.json, device, rows)
+
+
+if __name__ == "__main__":
+    cli.serve(main)

@@ -1,0 +1,81 @@
+"""Profile one call: a trace for Chrome or TensorBoard, and its operators by time and by memory."""
+
+import csv
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler writes its stages to stderr below this level
+
+from torch.profiler import ProfilerActivity, profile
+
+from common.device import synchronize, torch_npu
+from common.report import whole_file
+
+
+@dataclass
+class Operator:
+    """One operator's calls, its own milliseconds on the device, and the bytes that it allocated itself.
+
+    On CPU and CUDA the bytes are net of what it freed, on the NPU they are not.
+    """
+
+    name: str
+    calls: int
+    self_ms: float
+    self_bytes: int
+
+
+def profile_call(call, device, folder, name):
+    """Run `call()` once under the profiler. Returns (path of the trace, [Operator, ...] by falling time).
+
+    CPU and CUDA: folder/name.json, which chrome://tracing and ui.perfetto.dev open. NPU: torch_npu.profiler's folder
+    folder/name, which MindStudio Insight and TensorBoard open.
+    """
+    profiler = _profile_npu if device.type == "npu" else _profile_torch
+    path, operators = profiler(call, device, Path(folder) / name)
+    return path, sorted(operators, key=lambda o: o.self_ms, reverse=True)
+
+
+def _profile_torch(call, device, path):
+    cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with profile(activities=[ProfilerActivity.CPU, *cuda], profile_memory=True) as profiler:
+        call()
+        synchronize(device)
+    path = path.with_suffix(".json")
+    with whole_file(path) as part:
+        profiler.export_chrome_trace(str(part))
+    kinds = ("device", "cuda") if device.type == "cuda" else ("cpu",)  # torch before 2.4 says cuda for device
+    operators = [
+        Operator(e.key, e.count, _first(e, kinds, "self_{}_time_total") / 1000,
+                 _first(e, kinds, "self_{}_memory_usage"))
+        for e in profiler.key_averages() if e.key != "[memory]"
+    ]
+    return path, operators
+
+
+def _first(event, kinds, pattern):
+    return next(getattr(event, pattern.format(k)) for k in kinds if hasattr(event, pattern.format(k)))
+
+
+def _profile_npu(call, device, path):
+    activity, handler = torch_npu.profiler.ProfilerActivity, torch_npu.profiler.tensorboard_trace_handler
+    with torch_npu.profiler.profile(activities=[activity.CPU, activity.NPU], profile_memory=True,
+                                    on_trace_ready=handler(str(path))):
+        call()
+        synchronize(device)
+    output = max(path.glob("*/ASCEND_PROFILER_OUTPUT"), key=lambda p: p.stat().st_mtime)
+    calls, self_us, self_kb = defaultdict(int), defaultdict(float), defaultdict(float)
+    for row in _csv_rows(output / "operator_details.csv"):
+        calls[row["Name"]] += 1
+        self_us[row["Name"]] += float(row["Device Self Duration(us)"])
+    for row in _csv_rows(output / "operator_memory.csv"):
+        self_kb[row["Name"]] += float(row["Size(KB)"])
+    operators = [Operator(n, calls[n], self_us[n] / 1000, int(self_kb[n] * 1024)) for n in calls]
+    return path, operators
+
+
+def _csv_rows(path):
+    with open(path, newline="") as file:
+        yield from csv.DictReader(file)
