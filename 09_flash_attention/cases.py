@@ -1,4 +1,4 @@
-"""The attention problems that the tools run: shapes, dtype, what may be seen, and the options that name them."""
+"""The attention problems that the tools run, and the command line's options that name them."""
 
 from dataclasses import dataclass, replace
 from typing import Optional
@@ -12,7 +12,7 @@ from visible import DTYPES
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem: shapes, dtype and what may be seen. Nk, dv and kv_heads are Nq, d and heads if None."""
+    """One attention problem. Nk, dv and kv_heads are as Nq, d and heads where they are None."""
 
     Nq: int
     batch: int = 1
@@ -75,22 +75,23 @@ def dtype_name(dtype):
 
 def parser(description):
     """Return the options that every lesson takes where they make sense."""
-    positive, options = cli.whole_number(1), cli.Parser(description=description)
-    options.add_argument("--device", default="auto", help="auto, cpu, cuda[:i] or npu[:i] (auto)")
-    options.add_argument("--dtype", choices=[dtype_name(d) for d in DTYPES], help="(float32)")
-    options.add_argument("--batch", type=positive, metavar="B", help="(1)")
-    options.add_argument("--heads", type=positive, metavar="H", help="[B, H, N, d] instead of [B, N, d]")
-    options.add_argument("--kv-heads", type=positive, metavar="H", help="heads of K and V, a divisor of --heads")
-    options.add_argument("--seq-len", type=positive, nargs="+", metavar="N", help="(512 1024 2048 4096)")
-    options.add_argument("--head-dim", type=positive, metavar="d", help="(64)")
-    options.add_argument("--br", type=positive, default=64, help="rows of a query block (64)")
-    options.add_argument("--bc", type=positive, default=64, help="rows of a key/value block (64)")
-    options.add_argument("--causal", action="store_true", help="a query sees no key after it")
-    options.add_argument("--window", type=_reach, nargs=2, metavar=("LEFT", "RIGHT"),
-                         help="how many keys before and after it a query sees, or none for all")
-    options.add_argument("--seed", type=cli.whole_number(0), default=0, help="of the random inputs (0)")
-    options.add_argument("--json", metavar="FILE", help="write the rows there as well")
-    options.add_argument("--plot", metavar="DIR", help="draw memory and time against N into that folder")
+    options, number = cli.Parser(description=description), cli.whole_number(1)
+    add = options.add_argument
+    add("--device", default="auto", help="auto, cpu, cuda[:i] or npu[:i] (auto)")
+    add("--dtype", choices=[dtype_name(d) for d in DTYPES], help="(float32)")
+    add("--batch", type=number, metavar="B", help="(1)")
+    add("--heads", type=number, metavar="H", help="[B, H, N, d] instead of [B, N, d]")
+    add("--kv-heads", type=number, metavar="H", help="heads of K and V, a divisor of --heads")
+    add("--seq-len", type=number, nargs="+", metavar="N", help="one or more")
+    add("--head-dim", type=number, metavar="d", help="(64)")
+    add("--br", type=number, default=64, help="rows of a query block (64)")
+    add("--bc", type=number, default=64, help="rows of a key/value block (64)")
+    add("--causal", action="store_true", help="a query sees no key after it")
+    add("--window", type=_reach, nargs=2, metavar=("LEFT", "RIGHT"),
+        help="how many keys before and after it a query sees; none: all")
+    add("--seed", type=cli.whole_number(0), default=0, help="of the random inputs (0)")
+    add("--json", metavar="FILE", help="write the rows there as well")
+    add("--plot", metavar="DIR", help="draw what was measured over N into that folder")
     return options
 
 
@@ -101,9 +102,10 @@ def _reach(text):
 def cases_of(args, options, device, lengths=(512, 1024, 2048, 4096)):
     """Return the cases that the options ask for, one a sequence length."""
     if args.kv_heads and (not args.heads or args.heads % args.kv_heads):
-        options.error(f"argument --kv-heads: a divisor of --heads is taken, got {args.kv_heads} of {args.heads}")
+        options.error("argument --kv-heads: a divisor of --heads is taken, "
+                      f"got {args.kv_heads} of {args.heads}")
     if args.dtype == "float64" and device.type == "npu":
-        options.error("argument --dtype: Ascend has no float64 matmul, so the NPU takes no float64")
+        options.error("argument --dtype: the NPU takes no float64, it has no float64 matmul")
     given = _shape_options(args)
     if "dtype" in given:
         given["dtype"] = getattr(torch, args.dtype)
@@ -114,13 +116,13 @@ def verify_cases(args, options, device):
     """Return the cases that the options ask for, or VERIFY_CASES where they name no shape."""
     if args.seq_len or _shape_options(args):
         return cases_of(args, options, device)
-    suited = [c for c in VERIFY_CASES if c.dtype != torch.float64 or device.type != "npu"]  # no float64 matmul there
-    return [replace(case, **_masks(args)) for case in suited]
+    refused = torch.float64 if device.type == "npu" else None  # it has no float64 matmul
+    return [replace(c, **_masks(args)) for c in VERIFY_CASES if c.dtype != refused]
 
 
 def _shape_options(args):
-    given = {"batch": args.batch, "heads": args.heads, "kv_heads": args.kv_heads, "d": args.head_dim,
-             "dtype": args.dtype}
+    given = {"batch": args.batch, "heads": args.heads, "kv_heads": args.kv_heads,
+             "d": args.head_dim, "dtype": args.dtype}
     return {name: value for name, value in given.items() if value is not None}
 
 

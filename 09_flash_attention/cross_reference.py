@@ -1,15 +1,16 @@
 """What three earlier phases say about this one, each made runnable.
 
-    python cross_reference.py --phase 1      Hello NPU: how much of attention is its two matrix products?
-    python cross_reference.py --phase 7      Profiling: which operators take the time and the memory?
-    python cross_reference.py --phase 8      Mini-GPT: its attention module with standard, flash or fused inside
+    python cross_reference.py --phase 1    Hello NPU: how much of attention is its matrix products?
+    python cross_reference.py --phase 7    Profiling: which operators take time and memory?
+    python cross_reference.py --phase 8    Mini-GPT: its module with standard, flash, fused inside
 """
 
 import math
 import statistics
 from dataclasses import dataclass
 
-from flash_attention import cli, flash_attention_forward, fused_attention, standard_attention  # first: finds `common`
+from flash_attention import cli, flash_attention_forward, standard_attention  # first: finds common
+from fused import fused_attention
 from cases import cases_of, parser
 from common.device import choose, describe
 from common.profiling import profile_call
@@ -19,7 +20,9 @@ from common.timing import median_ratio, time_in_turn
 import torch
 from torch import nn
 
-ATTENTION = {"standard": standard_attention, "flash": flash_attention_forward, "fused": fused_attention}
+ATTENTION = {
+    "standard": standard_attention, "flash": flash_attention_forward, "fused": fused_attention,
+}
 
 
 @dataclass
@@ -34,7 +37,7 @@ class ProductRow:
 
 
 def time_products(case, device, seed=0):
-    """Phase 1: time the products Q K^T and P V, and softmax, in turn with standard attention. ProductRows."""
+    """Phase 1: time Q K^T, softmax and P V in turn with standard attention. Return ProductRows."""
     Q, K, V = case.inputs(device, seed)
     S = Q @ K.transpose(-2, -1)  # [..., N, N]
     P = torch.softmax(S, dim=-1)
@@ -51,14 +54,15 @@ def time_products(case, device, seed=0):
     rows = []
     for name, part in seconds.items():
         median = statistics.median(part)
-        rows.append(ProductRow(name, case.shape, median, median_ratio(part, whole), flop[name] / median / 1e12))
+        rows.append(ProductRow(name, case.shape, median, median_ratio(part, whole),
+                               flop[name] / median / 1e12))
     return rows
 
 
 class CausalSelfAttention(nn.Module):
-    """Phase 8's attention in nanoGPT's shape: one projection to Q, K, V, attention by name, one projection back.
+    """Phase 8's module in nanoGPT's shape, [B, N, C] -> [B, N, C], its attention chosen by name.
 
-    attention: 'standard', 'flash' or 'fused'. Maps [B, N, C] to [B, N, C]; Q, K and V are strided views of one tensor.
+    attention: 'standard', 'flash' or 'fused'. Q, K and V are strided views of one projection.
     """
 
     def __init__(self, n_embd, n_head, attention="standard"):
@@ -101,8 +105,11 @@ def compare_modules(N, device, batch=1, n_embd=384, n_head=6, seed=0):
         module.to(device)
     expected = modules["standard"](x)
     seconds = time_in_turn({name: lambda m=m: m(x) for name, m in modules.items()}, device)
-    return [ModuleRow(name, f"{batch}x{N}x{n_embd}", (module(x) - expected).abs().max().item(),
-                      statistics.median(seconds[name])) for name, module in modules.items()]
+    return [
+        ModuleRow(name, f"{batch}x{N}x{n_embd}", (module(x) - expected).abs().max().item(),
+                  statistics.median(seconds[name]))
+        for name, module in modules.items()
+    ]
 
 
 def show_phase_1(cases, args, device):
@@ -110,7 +117,7 @@ def show_phase_1(cases, args, device):
     with progress("phase 1", len(cases)) as advance:
         for case in cases:
             rows += time_products(case, device, args.seed)
-            advance(case.shape)
+            advance()
     print_table("Phase 1, Hello NPU: the matrix products inside standard attention",
                 ["part", "Q", "ms", "share", "TFLOP/s"],
                 [(r.name, r.shape, f"{r.seconds * 1e3:.4g}", f"{r.share:.0%}",
@@ -123,13 +130,15 @@ def show_phase_7(cases, args, device):
     rows = []
     for name in ("standard", "flash"):
         call = ATTENTION[name]
-        path, operators = profile_call(lambda call=call: call(Q, K, V, **cases[0].masks), device, args.traces, name)
+        path, operators = profile_call(lambda call=call: call(Q, K, V, **cases[0].masks),
+                                       device, args.traces, name)
         rows += operators
         for order, value in (("time", lambda o: o.self_ms), ("memory", lambda o: o.self_bytes)):
-            print_table(f"Phase 7, Profiling: {name} attention {cases[0].shape}, operators by {order}",
-                        ["operator", "calls", "self ms", "self MiB"],
-                        [(o.name, o.calls, f"{o.self_ms:.3f}", mib(o.self_bytes))
-                         for o in sorted(operators, key=value, reverse=True)[:5]])
+            most = sorted(operators, key=value, reverse=True)[:5]
+            print_table(
+                f"Phase 7, Profiling: {name} attention {cases[0].shape}, operators by {order}",
+                ["operator", "calls", "self ms", "self MiB"],
+                [(o.name, o.calls, f"{o.self_ms:.3f}", mib(o.self_bytes)) for o in most])
         console.print(f"\ntrace: {path}")
     return rows
 
@@ -148,7 +157,8 @@ SHOW = {1: show_phase_1, 7: show_phase_7, 8: show_phase_8}
 def main():
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--phase", type=int, choices=SHOW, help="(all three)")
-    options.add_argument("--traces", metavar="DIR", default="results/traces", help="where phase 7's traces go")
+    options.add_argument("--traces", metavar="DIR", default="results/traces",
+                         help="where phase 7 writes (results/traces)")
     args = options.parse_args()
     device = choose(args.device)
     cases = cases_of(args, options, device, lengths=(1024,))

@@ -1,11 +1,10 @@
-"""What a query may see, and so which tiles are visited: causal, window, attn_mask, score_mod, grouped heads.
+"""What a query may see, and so which tiles are visited: causal, window, masks, grouped heads.
 
-The band of `causal` and `window`, for Nq = Nk = 8 and 2 x 2 tiles (`--mode trace --causal` draws it):
+Causal, 8 queries and keys in 2 x 2 tiles (`flash_attention.py --mode trace --causal` draws it):
 
-    causal      # tile wholly seen: nothing to hide
-    / . . .     / tile on the edge: its hidden scores become -inf
-    # / . .     . tile wholly hidden: never visited, which is why causal costs about half
-    # # / .
+    / . . .     # wholly seen: nothing to hide
+    # / . .     / on the edge: what is hidden gets the score -inf
+    # # / .     . wholly hidden: never visited, which is why causal costs about half
     # # # /
 """
 
@@ -20,13 +19,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Visible:
     """The keys that each query of one call may see, and its inputs cut into tiles.
 
-    A tile is 3-D: X leading dimensions in one, then its rows. Query head h reads key/value head h // G, and the G
-    heads of a group become rows of one tile: Q_block [X, G*Br, d] meets K_block [X, Bc, d], read as it is. Without
-    heads G is 1. The arguments are those of `flash_attention_forward`; wrong ones raise here, before any work.
+    A tile is 3-D: the leading dimensions in one, X, then its rows. Query head h reads key/value
+    head h // G, and the G heads of a group become rows of one tile: Q_block [X, G*Br, d] meets
+    K_block [X, Bc, d], which is read as it is. Without heads G is 1.
+    The arguments are those of `flash_attention_forward`; wrong ones raise here, before any work.
     """
 
-    def __init__(self, Q, K, V, *, causal=False, q_start=None, window=None, scale=None, attn_mask=None,
-                 score_mod=None):
+    def __init__(self, Q, K, V, causal=False, q_start=None, window=None, scale=None,
+                 attn_mask=None, score_mod=None):
         _check(Q, K, V, q_start, window, scale, attn_mask, score_mod)
         self.lead = K.shape[:-2]  # [B, Hkv], or whatever stands before N
         self.X = self.lead.numel()
@@ -35,7 +35,7 @@ class Visible:
         self.Nq, self.Nk = Q.shape[-2], K.shape[-2]
         self.Q = self.grouped(Q)
         self.scale = 1 / math.sqrt(Q.shape[-1]) if scale is None else scale
-        self.dtype = Q.dtype if Q.dtype.itemsize >= 4 else torch.float32  # of m, l, O and the scores
+        self.dtype = Q.dtype if Q.dtype.itemsize >= 4 else torch.float32  # of m, l, O, the scores
         self.q_start = self.Nk - self.Nq if q_start is None else q_start
         # Query i sees the keys from q_start + i - left to q_start + i + right.
         unbounded = self.Nq + self.Nk + abs(self.q_start)
@@ -44,22 +44,23 @@ class Visible:
             self.right = min(self.right, 0)
         self.attn_mask, self.score_mod = attn_mask, score_mod
         if attn_mask is not None:
-            self.attn_mask = self.grouped(attn_mask.reshape((1,) * (Q.dim() - attn_mask.dim()) + attn_mask.shape))
+            missing = (1,) * (Q.dim() - attn_mask.dim())
+            self.attn_mask = self.grouped(attn_mask.reshape(missing + attn_mask.shape))
         if score_mod is not None:
-            self.batch_index = self.head_index = torch.zeros((), dtype=torch.long, device=Q.device)
-            if Q.dim() > 2:
-                self.batch_index = torch.arange(len(Q), device=Q.device).view(-1, *[1] * Q.dim())  # [B, 1.., 1, 1]
+            self.b = self.h = torch.zeros((), dtype=torch.long, device=Q.device)
+            if Q.dim() > 2:  # [B, 1, ...] against a tile's [B, Hkv, G, Br, Bc]
+                self.b = torch.arange(len(Q), device=Q.device).view(-1, *[1] * Q.dim())
             if Q.dim() > 3:
-                self.head_index = torch.arange(heads, device=Q.device).view(kv_heads, self.G, 1, 1)
+                self.h = torch.arange(heads, device=Q.device).view(kv_heads, self.G, 1, 1)
 
     @property
     def hides(self):
         """Whether a query may be kept from a key at all."""
-        band = self.right < self.Nk - 1 - self.q_start or self.left < self.q_start + self.Nq - 1
-        return band or self.attn_mask is not None or self.score_mod is not None
+        everything = self.sees_all(slice(0, self.Nq), slice(0, self.Nk))
+        return not everything or self.attn_mask is not None or self.score_mod is not None
 
     def grouped(self, x):
-        """View x [..., Hq or 1, N, ?] as [..., Hkv or 1, G or 1, N, ?]; without heads, [..., N, ?] as [..., 1, N, ?]."""
+        """View x [..., Hq or 1, N, ?] as [..., Hkv or 1, G or 1, N, ?]; without heads G is 1."""
         if x.dim() > 3 and x.shape[-3] > 1:
             return x.unflatten(-3, (self.lead[-1], self.G))
         return x.unsqueeze(-3)
@@ -76,7 +77,7 @@ class Visible:
         return slice(min(stop, max(0, self.q_start + rows.start - self.left)), stop)
 
     def key_blocks(self, rows, Bc):
-        """Yield the slices of at most Bc keys of the tiles that `rows` visits: those with a score to see."""
+        """Yield the slices of at most Bc keys of the tiles that `rows` visits."""
         seen = self.key_range(rows)
         if seen.start == seen.stop:
             return
@@ -91,13 +92,14 @@ class Visible:
                 and cols.start >= self.q_start + rows.stop - 1 - self.left)
 
     def drawing(self, Br, Bc):
-        """Return which tiles are visited, a query block a line: # wholly seen, / on the edge, . never visited."""
+        """Return which tiles are visited, a query block a line, in the signs of this file's top."""
         lines = []
         for rows in self.query_blocks(Br):
             line = ["."] * -(-self.Nk // Bc)
             for cols in self.key_blocks(rows, Bc):
-                whole = cols.stop - cols.start == min(Bc, self.Nk - cols.start) and self.sees_all(rows, cols)
-                line[cols.start // Bc] = "#" if whole else "/"
+                j = cols.start // Bc * Bc
+                whole = slice(j, min(j + Bc, self.Nk))
+                line[j // Bc] = "#" if self.sees_all(rows, whole) else "/"
             lines.append(" ".join(line))
         return "\n".join(lines)
 
@@ -105,36 +107,40 @@ class Visible:
         """Return how many (query, key) pairs causal and window keep: the work that FLOPs count."""
         position = self.q_start + torch.arange(self.Nq)
         stop = (position + self.right + 1).clamp(0, self.Nk)
-        return int((stop - (position - self.left).clamp(0, self.Nk)).clamp(min=0).sum())
+        start = (position - self.left).clamp(0, self.Nk)
+        return int((stop - start).clamp(min=0).sum())
 
     # The tiles themselves
 
     def query_block(self, rows):
         """Return Q's rows in the dtype of the scores, [X, G*Br, d]."""
-        return self.Q[..., rows, :].to(self.dtype).reshape(self.X, self.G * (rows.stop - rows.start), self.Q.shape[-1])
+        Br, d = rows.stop - rows.start, self.Q.shape[-1]
+        return self.Q[..., rows, :].to(self.dtype).reshape(self.X, self.G * Br, d)
 
     def key_block(self, x, cols):
-        """Return the keys `cols` of K or V in the dtype of the scores, [X, Bc, d]."""
+        """Return the rows `cols` of K or V in the dtype of the scores, [X, Bc, d]."""
         return x[..., cols, :].to(self.dtype).reshape(self.X, cols.stop - cols.start, x.shape[-1])
 
     def store(self, target, rows, block):
         """Write block [X, G*Br, ?] to the rows of target [..., Nq, ?]."""
-        self.grouped(target)[..., rows, :] = block.view(*self.lead, self.G, rows.stop - rows.start, block.shape[-1])
+        shape = (*self.lead, self.G, rows.stop - rows.start, block.shape[-1])
+        self.grouped(target)[..., rows, :] = block.view(shape)
 
     def restrict(self, S_block, V_block, rows, cols):
-        """Apply score_mod, attn_mask, causal and window to S_block [X, G*Br, Bc]: hidden scores become -inf.
+        """Apply score_mod, attn_mask, causal and window to S_block [X, G*Br, Bc], overwriting it.
 
-        V_block [X, Bc, dv] gets zeros for a key that no query of the tile sees: a weight of 0 would not hide a NaN
-        there, since 0 * NaN is NaN. S_block is overwritten.
+        Hidden scores become -inf. In V_block [X, Bc, dv] a key that no query of the tile sees gets
+        zeros: a weight of 0 does not hide the NaN of an unused key, since 0 * NaN is NaN.
         """
         if self.score_mod is None and self.attn_mask is None:
-            return self._hide_band(S_block, rows, cols), V_block  # `cols` holds no key that no query sees
-        S = S_block.view(*self.lead, self.G, rows.stop - rows.start, cols.stop - cols.start)  # [..., G, Br, Bc]
+            return self._hide_band(S_block, rows, cols), V_block  # each key is seen by a query
+        Br, Bc = rows.stop - rows.start, cols.stop - cols.start
+        S = S_block.view(*self.lead, self.G, Br, Bc)  # [..., Hkv, G, Br, Bc]
         if self.score_mod is not None:
             i = torch.arange(rows.start, rows.stop, device=S.device)[:, None]  # [Br, 1]
             j = torch.arange(cols.start, cols.stop, device=S.device)  # [Bc]
-            changed = self.score_mod(S, self.batch_index, self.head_index, i, j)
-            S = changed.to(self.dtype).expand(S.shape).clone()  # autograd may keep what it returned
+            changed = self.score_mod(S, self.b, self.h, i, j).to(self.dtype)
+            S = changed.expand(S.shape).clone()  # autograd may keep what score_mod returned
         if self.attn_mask is not None:
             bias, seen = self._mask_tile(rows, cols)
             if bias is not None:
@@ -149,14 +155,14 @@ class Visible:
             return S_block
         first = self.q_start + rows.start - cols.start  # row 0 of the tile stands at this column
         shape = (rows.stop - rows.start, cols.stop - cols.start)
-        hidden = S_block.new_full(shape, -math.inf).triu_(first + self.right + 1)  # 0 where seen, and twice as
-        if cols.start < self.q_start + rows.stop - 1 - self.left:  # fast to add as a bool mask is to fill in
+        hidden = S_block.new_full(shape, -math.inf).triu_(first + self.right + 1)  # 0 where seen
+        if cols.start < self.q_start + rows.stop - 1 - self.left:
             hidden += S_block.new_full(shape, -math.inf).tril_(first - self.left - 1)
         S_block.view(self.X, self.G, *shape).add_(hidden)
         return S_block
 
     def _mask_tile(self, rows, cols):
-        """The tile of attn_mask: what it adds (or None), and which scores it keeps, both [..., Br or 1, Bc or 1]."""
+        """Return attn_mask's tile: what it adds, or None, and what it keeps [..., Br|1, Bc|1]."""
         tile = self.attn_mask
         tile = tile if tile.shape[-2] == 1 else tile[..., rows, :]
         tile = tile if tile.shape[-1] == 1 else tile[..., cols]
@@ -165,24 +171,23 @@ class Visible:
 
 def _check(Q, K, V, q_start, window, scale, attn_mask, score_mod):
     for name, tensor in (("Q", Q), ("K", K), ("V", V)):
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
-            given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a float16, bfloat16, float32 or float64 tensor, got {given}")
+        _check_floating(name, tensor)
         if tensor.dim() < 2:
-            raise ValueError(f"{name} must have at least 2 dimensions [..., N, d], got shape {tuple(tensor.shape)}")
+            raise ValueError(f"{name} must be [..., N, d], got shape {tuple(tensor.shape)}")
         if tensor.dtype != Q.dtype:
-            raise TypeError(f"Q, K and V must have one dtype, got Q {Q.dtype} and {name} {tensor.dtype}")
+            raise TypeError(f"{name} must have Q's dtype {Q.dtype}, got {tensor.dtype}")
         if tensor.device != Q.device:
-            raise ValueError(f"Q, K and V must be on one device, got Q on {Q.device} and {name} on {tensor.device}")
+            raise ValueError(f"{name} must be on Q's device {Q.device}, got {tensor.device}")
     shapes = f"got Q {tuple(Q.shape)}, K {tuple(K.shape)}, V {tuple(V.shape)}"
     if Q.shape[-1] != K.shape[-1] or Q.shape[-1] == 0:
         raise ValueError(f"Q and K must have the same last dimension d >= 1, {shapes}")
     if K.shape[:-1] != V.shape[:-1]:
         raise ValueError(f"K and V must agree in all but the last dimension, {shapes}")
-    grouped = Q.dim() > 3 and K.dim() == Q.dim() and K.shape[-3] > 0 and Q.shape[-3] % K.shape[-3] == 0
-    if Q.shape[:-2] != K.shape[:-2] and not (grouped and Q.shape[:-3] == K.shape[:-3]):
-        raise ValueError("K must have Q's leading dimensions, or with [B, H, N, d] a number of heads that divides "
-                         f"Q's, {shapes}")
+    grouped = (Q.dim() > 3 and Q.shape[:-3] == K.shape[:-3] and K.shape[-3] > 0
+               and Q.shape[-3] % K.shape[-3] == 0)
+    if Q.shape[:-2] != K.shape[:-2] and not grouped:
+        raise ValueError("K must have Q's leading dimensions, or with [B, H, N, d] a number of "
+                         f"heads that divides Q's, {shapes}")
     if q_start is not None and not _is_int(q_start):
         raise ValueError(f"q_start must be an int or None, got {q_start!r}")
     if window is not None and not (isinstance(window, (tuple, list)) and len(window) == 2
@@ -191,21 +196,27 @@ def _check(Q, K, V, q_start, window, scale, attn_mask, score_mod):
     if scale is not None and not (isinstance(scale, numbers.Real) and math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     if score_mod is not None and Q.dim() > 4:
-        raise ValueError(f"score_mod takes [B, H, N, d] or fewer dimensions, got Q {tuple(Q.shape)}")
+        raise ValueError(f"score_mod takes [B, H, N, d] or fewer dimensions, {shapes}")
     if attn_mask is not None:
-        _check_mask(Q, K, attn_mask)
+        _check_mask(attn_mask, (*Q.shape[:-1], K.shape[-2]), Q.device)
 
 
-def _check_mask(Q, K, attn_mask):
-    if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
-        raise TypeError(f"attn_mask must be bool (True keeps) or floating point (added), got {attn_mask.dtype}")
-    if attn_mask.device != Q.device:
-        raise ValueError(f"attn_mask must be on Q's device {Q.device}, got {attn_mask.device}")
-    scores = (*Q.shape[:-1], K.shape[-2])
-    fits = attn_mask.dim() <= len(scores) and all(
-        have in (1, want) for have, want in zip(reversed(attn_mask.shape), reversed(scores)))
-    if not fits:
-        raise ValueError(f"attn_mask must broadcast to the scores {scores}, got shape {tuple(attn_mask.shape)}")
+def _check_mask(attn_mask, scores, device):
+    if not isinstance(attn_mask, torch.Tensor) or attn_mask.dtype != torch.bool:
+        _check_floating("attn_mask", attn_mask, "bool, ")
+    if attn_mask.device != device:
+        raise ValueError(f"attn_mask must be on Q's device {device}, got {attn_mask.device}")
+    sides = zip(reversed(attn_mask.shape), reversed(scores))
+    if attn_mask.dim() > len(scores) or any(have not in (1, want) for have, want in sides):
+        raise ValueError(f"attn_mask must broadcast to the scores {scores}, "
+                         f"got shape {tuple(attn_mask.shape)}")
+
+
+def _check_floating(name, tensor, also=""):
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
+        given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be a {also}float16, bfloat16, float32 or float64 tensor, "
+                        f"got {given}")
 
 
 def _is_int(value):

@@ -1,5 +1,5 @@
-"""What every command line here does alike: arguments that say what they take, one line and exit 2 for what can't be
-served, a quiet end on Ctrl-C.
+"""What every command line here does alike: one line and exit 2 for what can't be served, a quiet
+end on Ctrl-C.
 
 Import this module first: the quiet end then covers the seconds in which torch loads.
 """
@@ -21,7 +21,7 @@ class Refused(Exception):
 
 
 def serve(main):
-    """Run main() and exit with what it returns, or with 2 and one line on stderr where a call can't be served."""
+    """Run main() and exit with what it returns; with 2 and one line where a call is refused."""
     try:
         sys.exit(main())
     except (Refused, OSError) as refusal:
@@ -41,7 +41,8 @@ def whole_number(least):
 
     def parse(text):
         if not text.lstrip("-").isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"a whole number of at least {least} is taken, got {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"a whole number of at least {least} is taken, got {text!r}")
         return int(text)
 
     return parse

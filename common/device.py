@@ -1,7 +1,8 @@
 """Choose the device that does the work (NPU, else CUDA, else CPU), wait for it, say what it is.
 
-Import this module before torch: torch 2.5 and later load torch_npu by themselves, and a torch_npu that can't load
-(no CANN, another torch) then breaks `import torch`. Here torch_npu is imported by hand and what went wrong is kept.
+Import this module before torch: torch 2.5 and later load torch_npu by themselves, and a torch_npu
+that can't load (no CANN, another torch) then breaks `import torch`. Here torch_npu is imported by
+hand, and what went wrong is kept.
 """
 
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from common import cann
 from common.cli import Refused
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below it torch.profiler writes to stderr
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _before = os.environ.get(_AUTOLOAD)
 os.environ[_AUTOLOAD] = "0"
@@ -39,14 +41,13 @@ class DeviceError(Refused):
 def choose(name="auto"):
     """Return the torch.device for `name`, and make it the current one.
 
-    name: 'auto', 'cpu', 'cuda', 'cuda:i', 'npu' or 'npu:i'. 'auto' takes an NPU, else CUDA, else the CPU; where
-    torch_npu is installed but has no NPU to offer, it says why on stderr. Nothing else is ever replaced by another
-    device.
-    Raises ValueError for another name, DeviceError for a device that is not there.
+    name: 'auto', 'cpu', 'cuda', 'cuda:i', 'npu' or 'npu:i'. 'auto' takes an NPU, else CUDA, else
+    the CPU, and says on stderr why an installed torch_npu is not used. No other name is replaced.
+    Raises DeviceError for another name and for a device that is not there.
     """
     match = re.fullmatch(r"(auto|cpu)|(cuda|npu)(?::(\d+))?", name)
     if not match:
-        raise ValueError(f"device must be auto, cpu, cuda, cuda:i, npu or npu:i, got {name!r}")
+        raise DeviceError(f"device must be auto, cpu, cuda[:i] or npu[:i], got {name!r}")
     kind = match.group(1) or match.group(2)
     if kind == "auto":
         npu_trouble = _npu_trouble()
@@ -61,7 +62,8 @@ def choose(name="auto"):
     runtime = accelerator(kind)
     index = int(match.group(3)) if match.group(3) else runtime.current_device()
     if index >= runtime.device_count():
-        raise DeviceError(f"no device {name!r}: {_count(kind, runtime.device_count())}{_visible(kind)}")
+        seen = f"{runtime.device_count()} seen, numbered from 0{_visible(kind)}"
+        raise DeviceError(f"no device {name!r}: {seen}")
     device = torch.device(kind, index)
     runtime.set_device(device)  # events and streams belong to the current device
     return device
@@ -90,7 +92,7 @@ def describe(device):
 
 
 def versions():
-    """Return the versions that a figure depends on: Python, torch, and CUDA, torch_npu and CANN where they are."""
+    """Return the versions that a figure depends on: Python, torch, CUDA, torch_npu, CANN."""
     found = {"Python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda:
         found["CUDA"] = torch.version.cuda
@@ -108,22 +110,24 @@ def _npu_missing():
 def _npu_trouble():
     """Why there is no NPU to use, in one line, or None."""
     if _npu_missing():
-        return "torch_npu is not installed; on an Ascend machine `bash scripts/setup.sh` installs it"
+        return "torch_npu is not installed; on an Ascend machine, bash scripts/setup.sh installs it"
     if _npu_fault is None and torch.npu.is_available():
         return None
     if _npu_fault is None:
         cause = "torch.npu.is_available() is False: no card or no driver is seen"
     else:
-        cause = f"import torch_npu failed: {type(_npu_fault).__name__}: {' '.join(str(_npu_fault).split())}"
-    return (f"{cause} (torch {torch.__version__}, torch_npu {_torch_npu_version()}{_visible('npu')}); "
-            f"usual mend: source {cann.set_env()}")
+        said = " ".join(str(_npu_fault).split())
+        cause = f"import torch_npu failed: {type(_npu_fault).__name__}: {said}"
+    stack = f"torch {torch.__version__}, torch_npu {_torch_npu_version()}{_visible('npu')}"
+    return f"{cause} ({stack}); usual mend: source {cann.set_env()}"
 
 
 def _cuda_trouble():
     if torch.cuda.is_available():
         return None
-    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
-    return f"torch {torch.__version__} is {built} and sees no GPU{_visible('cuda')}; use --device cpu or auto"
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    return (f"torch {torch.__version__} is {built} and sees no GPU{_visible('cuda')}; "
+            "use --device cpu or auto")
 
 
 def _torch_npu_version():
@@ -133,10 +137,6 @@ def _torch_npu_version():
         return version("torch_npu")
     except PackageNotFoundError:
         return "of unknown version"
-
-
-def _count(kind, count):
-    return f"{count} {kind} device{'' if count == 1 else 's'} seen, numbered from 0"
 
 
 def _visible(kind):
@@ -161,6 +161,7 @@ def free_bytes(device):
     """Return the bytes that `device` can still hand out."""
     if device.type != "cpu":
         return accelerator(device.type).mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")  # not on macOS, where all memory stands for the free one
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
-    return int(found.group(1)) * 1024 if found else _cpu_memory()
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():  # macOS
+        return _cpu_memory()
+    return int(re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.M).group(1)) * 1024

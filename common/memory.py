@@ -1,18 +1,15 @@
 """Measure the peak memory of a call, with one meaning on NPU, CUDA and CPU.
 
-The peak is what the call allocated at its highest moment, above what stood before it. An accelerator's allocator
-counts it. The CPU's allocator keeps no count, so there it is read from the profiler's allocation events.
+The peak is what the call allocated at its highest moment, above what stood before it. An
+accelerator's allocator counts it. The CPU's keeps no count, so there it is read from the
+profiler's allocation events.
 """
 
-import os
 from typing import NamedTuple
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's library writes its stages to stderr below this level
-
-import torch
-from torch.profiler import ProfilerActivity, profile
-
 from common.device import accelerator, synchronize
+
+from torch.profiler import ProfilerActivity, profile
 
 
 class Peak(NamedTuple):
@@ -25,7 +22,8 @@ class Peak(NamedTuple):
 def measure_peak(call, device):
     """Run `call()` once, its tensors on `device`, and return its Peak in bytes.
 
-    Run the call once before this if its first run allocates what later runs reuse (an accelerator's workspaces).
+    Run the call once before this if its first run allocates what later runs reuse, as an
+    accelerator's workspaces.
     """
     peak = _on_cpu if device.type == "cpu" else _on_accelerator
     highest, result = peak(call, device)
@@ -45,7 +43,8 @@ def _on_accelerator(call, device):
 def _on_cpu(call, device):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = call()
-    # A public reader of these events (export_chrome_trace) writes them to a file first: minutes for a tiled loop.
+    # The public way to these events, export_chrome_trace, writes and parses a file: minutes for a
+    # loop of many tiles.
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     standing = highest = 0
     for event in sorted(events, key=_start):
@@ -55,7 +54,7 @@ def _on_cpu(call, device):
 
 
 def _start(event):
-    return event.start_ns() if hasattr(event, "start_ns") else event.start_us()  # torch 2.1 has start_us only
+    return event.start_ns() if hasattr(event, "start_ns") else event.start_us()  # torch 2.1
 
 
 def _storage_bytes(result):

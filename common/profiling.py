@@ -1,22 +1,19 @@
 """Profile one call: a trace for Chrome or TensorBoard, and its operators by time and by memory."""
 
 import csv
-import os
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler writes its stages to stderr below this level
-
-from torch.profiler import ProfilerActivity, profile
-
 from common.device import synchronize, torch_npu
 from common.report import whole_file
+
+from torch.profiler import ProfilerActivity, profile
 
 
 @dataclass
 class Operator:
-    """One operator's calls, its own milliseconds on the device, and the bytes that it allocated itself.
+    """One operator's calls, its own milliseconds on the device, the bytes that it allocated itself.
 
     On CPU and CUDA the bytes are net of what it freed, on the NPU they are not.
     """
@@ -28,10 +25,10 @@ class Operator:
 
 
 def profile_call(call, device, folder, name):
-    """Run `call()` once under the profiler. Returns (path of the trace, [Operator, ...] by falling time).
+    """Run `call()` once under the profiler. Return (path of the trace, [Operator, ...] by time).
 
-    CPU and CUDA: folder/name.json, which chrome://tracing and ui.perfetto.dev open. NPU: torch_npu.profiler's folder
-    folder/name, which MindStudio Insight and TensorBoard open.
+    CPU and CUDA: folder/name.json, which chrome://tracing and ui.perfetto.dev open. NPU: the folder
+    folder/name of torch_npu.profiler, which MindStudio Insight and TensorBoard open.
     """
     profiler = _profile_npu if device.type == "npu" else _profile_torch
     path, operators = profiler(call, device, Path(folder) / name)
@@ -46,7 +43,7 @@ def _profile_torch(call, device, path):
     path = path.with_suffix(".json")
     with whole_file(path) as part:
         profiler.export_chrome_trace(str(part))
-    kinds = ("device", "cuda") if device.type == "cuda" else ("cpu",)  # torch before 2.4 says cuda for device
+    kinds = ("device", "cuda") if device.type == "cuda" else ("cpu",)  # "cuda" before torch 2.4
     operators = [
         Operator(e.key, e.count, _first(e, kinds, "self_{}_time_total") / 1000,
                  _first(e, kinds, "self_{}_memory_usage"))
@@ -56,13 +53,15 @@ def _profile_torch(call, device, path):
 
 
 def _first(event, kinds, pattern):
-    return next(getattr(event, pattern.format(k)) for k in kinds if hasattr(event, pattern.format(k)))
+    names = [pattern.format(kind) for kind in kinds]
+    return next(getattr(event, name) for name in names if hasattr(event, name))
 
 
 def _profile_npu(call, device, path):
-    activity, handler = torch_npu.profiler.ProfilerActivity, torch_npu.profiler.tensorboard_trace_handler
-    with torch_npu.profiler.profile(activities=[activity.CPU, activity.NPU], profile_memory=True,
-                                    on_trace_ready=handler(str(path))):
+    npu = torch_npu.profiler
+    activities = [npu.ProfilerActivity.CPU, npu.ProfilerActivity.NPU]
+    ready = npu.tensorboard_trace_handler(str(path))
+    with npu.profile(activities=activities, profile_memory=True, on_trace_ready=ready):
         call()
         synchronize(device)
     output = max(path.glob("*/ASCEND_PROFILER_OUTPUT"), key=lambda p: p.stat().st_mtime)
@@ -72,8 +71,7 @@ def _profile_npu(call, device, path):
         self_us[row["Name"]] += float(row["Device Self Duration(us)"])
     for row in _csv_rows(output / "operator_memory.csv"):
         self_kb[row["Name"]] += float(row["Size(KB)"])
-    operators = [Operator(n, calls[n], self_us[n] / 1000, int(self_kb[n] * 1024)) for n in calls]
-    return path, operators
+    return path, [Operator(n, calls[n], self_us[n] / 1000, int(self_kb[n] * 1024)) for n in calls]
 
 
 def _csv_rows(path):

@@ -1,6 +1,7 @@
 """Show what was measured: tables and progress on the terminal, JSON and plots in files.
 
-A file is written beside its place and moved there when it is whole, so an interrupted run leaves no half of it.
+A file is written beside its place and moved there when it is whole, so an interrupted run leaves
+no half of it.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ console = Console(highlight=False, soft_wrap=True)  # nothing is cut to the widt
 
 
 def print_table(title, columns, rows):
-    """Print a Markdown table. columns: the headings; rows: one sequence of cells a row, each shown by str()."""
+    """Print a Markdown table. rows: a sequence of cells for each row, each cell shown by str()."""
     table = Table(box=box.MARKDOWN)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
@@ -43,16 +44,17 @@ def mib(count):
 
 @contextlib.contextmanager
 def progress(title, total):
-    """Show a bar of `total` steps on a terminal, nothing in a pipe. Yields advance(what_comes_next)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not console.is_terminal)
+    """Show a bar of `total` steps on a terminal, nothing in a pipe. Yields advance()."""
+    columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    shown = Console(stderr=True)
+    bar = Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal)
     with bar:
         task = bar.add_task(title, total=total)
-        yield lambda step="": bar.update(task, advance=1, description=f"{title} {step}")
+        yield lambda: bar.update(task, advance=1)
 
 
 def write_json(path, device, rows):
-    """Write {"device", "versions", "rows"}: the one line of `describe`, and each row's fields with its tool's name.
+    """Write {"device": describe's line, "versions": {...}, "rows": [{"tool": ..., fields}, ...]}.
 
     rows: [(tool, dataclass instance), ...].
     """
@@ -64,7 +66,7 @@ def write_json(path, device, rows):
 
 @contextlib.contextmanager
 def whole_file(path):
-    """Yield a path to write to; when the block ends without an error, what was written stands at `path`."""
+    """Yield a path to write to; it becomes `path` when the block ends without an error."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".part-", suffix=path.suffix)
@@ -79,9 +81,9 @@ def whole_file(path):
 
 
 def plot_curves(path, title, ylabel, curves, guides):
-    """Draw curves over the sequence length N, both axes logarithmic, and write them to `path` (png, svg, pdf).
+    """Draw curves over the sequence length N, both axes logarithmic, and write them to `path`.
 
-    curves: {label: [(N, value), ...]}. guides: {label: (exponent, label of the curve that it runs along)}.
+    curves: {label: [(N, value), ...]}. guides: {label: (exponent, curve that it runs along)}.
     """
     import matplotlib
 
@@ -94,7 +96,8 @@ def plot_curves(path, title, ylabel, curves, guides):
     for (label, (exponent, beside)), style in zip(guides.items(), ("--", ":")):
         (first, _), (last, value) = curves[beside][0], curves[beside][-1]
         value *= 1.5  # beside its curve, not on it
-        axes.plot([first, last], [value * (first / last) ** exponent, value], style, color="grey", label=label)
+        ends = [value * (first / last) ** exponent, value]
+        axes.plot([first, last], ends, style, color="grey", label=label)
     lengths = sorted({n for points in curves.values() for n, _ in points})
     axes.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel=ylabel, title=title)
     axes.set_xticks(lengths, [str(n) for n in lengths], minor=False)

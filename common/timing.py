@@ -1,9 +1,8 @@
-"""Time calls that have finished: one call, or several in turn so that a ratio holds on a noisy machine."""
+"""Time finished calls: one, or several in turn so that a ratio holds on a noisy machine."""
 
 import statistics
 import time
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.device import accelerator, synchronize
@@ -29,8 +28,8 @@ def time_call(call, device):
 def time_in_turn(calls, device, budget=2.0):
     """Time several calls in turn (A B A B ...) and return {name: [seconds of each round]}.
 
-    calls: {name: callable}. Each runs once as a warm-up that is not counted. Rounds go on until `budget` seconds
-    are spent, at least 5 of them and at most 50.
+    calls: {name: callable}. Each runs once as a warm-up that is not counted. Rounds go on until
+    `budget` seconds are spent, at least 5 of them and at most 50.
     """
     for call in calls.values():
         call()
@@ -50,7 +49,7 @@ def median_ratio(numerators, denominators):
 
 
 def count_launches(call):
-    """Run `call()` once and return how many operators did work: views and empty tensors are not counted.
+    """Run `call()` once and return how many operators worked: views and empty tensors don't.
 
     On an accelerator each is a kernel launch or more.
     """

@@ -1,4 +1,4 @@
-"""Print the version that constraints.txt pins a package to for this Python: pinned.py torch -> torch==2.13.0"""
+"""Print what constraints.txt pins a package to for this Python: pinned.py torch -> torch==2.13.0"""
 
 import sys
 from pathlib import Path

@@ -1,12 +1,14 @@
-"""Attention written another way: float64 on the CPU, one query row at a time, with its mask as a list of keys."""
+"""Attention written another way: float64, one query row at a time, its mask a list of keys."""
 
+import itertools
 import math
 
 import torch
 
 
-def oracle(Q, K, V, *, causal=False, q_start=None, window=None, scale=None, attn_mask=None, score_mod=None):
-    """Return O and L in float64, for [..., N, d] of any leading dimensions. Keys that no rule keeps are not read."""
+def oracle(Q, K, V, *, causal=False, q_start=None, window=None, scale=None, attn_mask=None,
+           score_mod=None):
+    """Return O and L in float64 for any [..., N, d]. Keys that a row may not see are not read."""
     Q, K, V = (x.detach().cpu().double() for x in (Q, K, V))
     Nq, Nk, dv = Q.shape[-2], K.shape[-2], V.shape[-1]
     scale = Q.shape[-1] ** -0.5 if scale is None else scale
@@ -15,8 +17,7 @@ def oracle(Q, K, V, *, causal=False, q_start=None, window=None, scale=None, attn
     mask = None if attn_mask is None else attn_mask.cpu().expand(*lead, Nq, Nk)
     O = torch.zeros(*lead, Nq, dv, dtype=torch.float64)
     L = torch.full((*lead, Nq), -math.inf, dtype=torch.float64)
-    for index in torch.cartesian_prod(*map(torch.arange, (*lead, Nq))).view(-1, len(lead) + 1).tolist():
-        *where, i = index
+    for *where, i in itertools.product(*map(range, (*lead, Nq))):
         source = list(where)
         if len(where) >= 2:
             source[-1] = where[-1] * K.shape[-3] // Q.shape[-3]

@@ -1,0 +1,306 @@
+"""Masks and score functions: what models change about attention, a few lines each, in one loop.
+
+    python flash_variants.py                check each with FlexAttention, count the tiles it skips
+    python flash_variants.py --plot DIR     draw what each query sees
+
+A score_mod changes scores and skips nothing: it is called on tiles that are computed already.
+causal, window and attn_mask say what is hidden before that, and a tile that they empty is never
+visited. So here what hides keys is said with them, and a score_mod changes scores alone.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flash_attention import cli, flash_attention_forward, standard_attention  # finds `common`
+from cases import cases_of, dtype_name, parser
+from common.device import choose, describe
+from common.report import console, print_table, progress, whole_file, write_json
+from visible import Visible
+
+import torch
+import torch.nn.functional as F
+
+try:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+except ImportError:  # torch before 2.5
+    flex_attention = None
+
+# Each function returns keyword arguments of flash_attention_forward for N queries and N keys.
+
+
+def alibi(N, heads, device):
+    """Nearer keys score higher, more so in the first heads: ALiBi (arXiv 2108.12409), section 3."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score - torch.exp2(-8.0 * (h + 1) / heads) * (q_idx - kv_idx)
+
+    return {"causal": True, "score_mod": score_mod}
+
+
+def softcap(N, heads, device, cap=50.0):
+    """Scores stay between -cap and cap: Gemma 2 (arXiv 2408.00118), section 2, where cap is 50."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return cap * torch.tanh(score / cap)
+
+    return {"causal": True, "score_mod": score_mod}
+
+
+def sliding_window(N, heads, device):
+    """A query sees itself and N/8 keys before it: Mistral 7B (arXiv 2310.06825), section 2."""
+    return {"causal": True, "window": (N // 8, 0)}
+
+
+def prefix_lm(N, heads, device):
+    """All see a prefix of N/4 keys, the rest is causal: T5 (arXiv 1910.10683), section 3.2.1."""
+    mask = torch.ones(N, N, dtype=torch.bool, device=device).tril()
+    mask[:, : N // 4] = True
+    return {"attn_mask": mask}
+
+
+def documents(N, heads, device):
+    """Documents packed in one row are apart: Llama 3 (arXiv 2407.21783), section 3.2."""
+    starts = torch.tensor([N // 2, N * 3 // 4], device=device)
+    document = (torch.arange(N, device=device)[:, None] >= starts).sum(-1)  # [N]: 0.. 1.. 2..
+    return {"causal": True, "attn_mask": document[:, None] == document}
+
+
+def sink_keys(N, heads, device, sinks=4):
+    """A sliding window and the first keys: StreamingLLM (arXiv 2309.17453), section 3."""
+    mask = torch.ones(N, N, dtype=torch.bool, device=device).triu(-(N // 8))
+    mask[:, :sinks] = True
+    return {"causal": True, "attn_mask": mask}
+
+
+def learned_sink(N, heads, device):
+    """A sliding window whose L `with_sink` needs: gpt-oss (arXiv 2508.10925), section 2."""
+    return {**sliding_window(N, heads, device), "return_lse": True}
+
+
+def with_sink(O, L, sink):
+    """Return O as if each row had one more score, `sink`, whose value is 0.
+
+    O [B, H, N, dv], L [B, H, N], sink [H], learned in gpt-oss. The sum of exp grows from exp(L) to
+    exp(L) + exp(sink), so O shrinks by exp(L) / (exp(L) + exp(sink)) = sigmoid(L - sink): the sink
+    needs no tile and no column of its own.
+    """
+    return (O * torch.sigmoid(L - sink[:, None]).unsqueeze(-1)).to(O.dtype)
+
+
+VARIANTS = {
+    "ALiBi": alibi,
+    "softcap": softcap,
+    "sliding window": sliding_window,
+    "prefix-LM": prefix_lm,
+    "documents": documents,
+    "sink keys": sink_keys,
+    "learned sink": learned_sink,
+}
+
+# The same rules said again, for the reference: whether query q sees key k. A mask that both sides
+# shared could be wrong on both.
+RULES = {
+    "ALiBi": lambda N, q, k: k <= q,
+    "softcap": lambda N, q, k: k <= q,
+    "sliding window": lambda N, q, k: (k <= q) & (q - k <= N // 8),
+    "prefix-LM": lambda N, q, k: (k <= q) | (k < N // 4),
+    "documents": lambda N, q, k: (
+        (k <= q) & ((q < N // 2) == (k < N // 2)) & ((q < N * 3 // 4) == (k < N * 3 // 4))
+    ),
+    "sink keys": lambda N, q, k: (k <= q) & ((q - k <= N // 8) | (k < 4)),
+    "learned sink": lambda N, q, k: (k <= q) & (q - k <= N // 8),
+}
+
+
+def sink_logits(heads, device):
+    """Return a sink for each head, [heads], in place of learned ones: from -1 to 3."""
+    return torch.linspace(-1, 3, heads, device=device)
+
+
+def reference(name, Q, K, V, score_mod=None):
+    """Return variant `name` by flex_attention, uncompiled, in float64 on the CPU.
+
+    Q [B, H, N, d], K [B, Hkv, N, d], V [B, Hkv, N, dv]. Raises Refused where torch has no
+    flex_attention.
+    """
+    if flex_attention is None:
+        raise cli.Refused(f"flex_attention needs torch 2.5 or later, this is {torch.__version__}")
+    heads, N = Q.shape[1:3]
+    Q, K, V = (x.double().cpu() for x in (Q, K, V))
+    K, V = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (K, V))  # [B, H, N, d or dv]
+
+    def sees(b, h, q_idx, kv_idx):
+        return RULES[name](N, q_idx, kv_idx) | (kv_idx == N)  # key N: the sink, where there is one
+
+    if name == "learned sink":
+        sinks = sink_logits(heads, "cpu")
+        K, V = (F.pad(x, (0, 0, 0, 1)) for x in (K, V))  # [B, H, N + 1, d or dv], zeros at the end
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return torch.where(kv_idx == N, sinks[h], score)
+
+    block_mask = create_block_mask(sees, None, None, N, K.shape[-2], device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow uncompiled: here it is the formula
+        return flex_attention(Q, K, V, score_mod=score_mod, block_mask=block_mask)
+
+
+@dataclass
+class VariantRow:
+    """Largest absolute differences, and the share of the tiles that is never visited."""
+
+    name: str
+    expressed: str
+    shape: str
+    dtype: str
+    max_diff: float
+    error_flash: float
+    error_standard: float
+    skipped: float
+    passed: bool
+
+
+def check_variant(name, case, Br=64, Bc=64, *, device="cpu", seed=0):
+    """Compare variant `name` with `reference` on a [B, H, N, d] case. Returns a VariantRow.
+
+    It passes by the rule of `compare_and_verify`: flash errs at most twice as much as standard
+    attention with the same options.
+    """
+    Q, K, V = case.inputs(device, seed)
+    heads = Q.shape[1]
+    options = VARIANTS[name](case.Nq, heads, device)
+    results = [
+        flash_attention_forward(Q, K, V, Br, Bc, **options),
+        standard_attention(Q, K, V, **options),
+    ]
+    if name == "learned sink":
+        results = [with_sink(*result, sink_logits(heads, device)) for result in results]
+    flash, standard = (O.double().cpu() for O in results)
+    exact = reference(name, Q, K, V, options.get("score_mod"))
+    max_diff, error_flash, error_standard = (
+        (a - b).abs().max().item()
+        for a, b in ((flash, standard), (flash, exact), (standard, exact))
+    )
+    half = case.dtype.itemsize < 4
+    slack = 0 if half else 2 * torch.finfo(case.dtype).eps * exact.abs().max().item()
+    expressed = " + ".join("L" if key == "return_lse" else key for key in options)
+    skipped = skipped_share(Q, K, V, Br, Bc, options)
+    passed = error_flash <= 2 * error_standard + slack
+    return VariantRow(
+        name,
+        expressed,
+        case.shape,
+        dtype_name(case.dtype),
+        max_diff,
+        error_flash,
+        error_standard,
+        skipped,
+        passed,
+    )
+
+
+def visible_of(Q, K, V, options):
+    """Return the Visible of a call of flash_attention_forward with these options."""
+    return Visible(Q, K, V, **{key: x for key, x in options.items() if key != "return_lse"})
+
+
+def skipped_share(Q, K, V, Br, Bc, options):
+    """Return the share of the Br x Bc tiles that flash_attention_forward never visits."""
+    visible = visible_of(Q, K, V, options)
+    visited = sum(1 for rows in visible.query_blocks(Br) for _ in visible.key_blocks(rows, Bc))
+    return 1 - visited / (math.ceil(visible.Nq / Br) * math.ceil(visible.Nk / Bc))
+
+
+def weights(name, N, heads):
+    """Return what each query sees, [heads, N, N] from 0 to 1: its weights where all keys are alike.
+
+    With Q = 0 every score is what the variant makes of 0, and with V = I the output is P itself.
+    """
+    zeros, eye = torch.zeros(1, heads, N, 1), torch.eye(N).expand(1, heads, N, N)
+    options = {**VARIANTS[name](N, heads, "cpu"), "return_lse": False}
+    P = flash_attention_forward(zeros, zeros, eye, **options)[0]
+    return P / P.amax(-1, keepdim=True)
+
+
+def drawings(N=32, tile=4):
+    """Return a drawing of the tiles that each variant visits at N queries and keys, as lines."""
+    Q = torch.zeros(1, 4, N, 1)
+    blocks = [
+        [name, *visible_of(Q, Q, Q, build(N, 4, "cpu")).drawing(tile, tile).splitlines()]
+        for name, build in VARIANTS.items()
+    ]
+    width = 2 * N // tile + 2
+    lines = []
+    for start in range(0, len(blocks), 4):  # four beside each other fit 80 columns
+        for line in zip(*blocks[start : start + 4]):
+            lines.append("".join(cell.ljust(width) for cell in line).rstrip())
+        lines.append("")
+    return lines
+
+
+def plot(path, N=64, heads=4):
+    """Draw `weights` of head 0, a panel for each variant, into the file `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, math.ceil(len(VARIANTS) / 2), layout="constrained")
+    for panel in axes.flat:
+        panel.set_axis_off()
+    for name, panel in zip(VARIANTS, axes.flat):
+        panel.imshow(weights(name, N, heads)[0], cmap="Blues", vmin=0, vmax=1)
+        panel.set(title=name, xticks=[], yticks=[])
+        panel.set_axis_on()
+    figure.suptitle(f"What each of {N} queries sees: rows are queries, columns keys")
+    with whole_file(path) as part:
+        figure.savefig(part, dpi=120)
+    plt.close(figure)
+
+
+def main():
+    options = parser(__doc__.splitlines()[0])
+    args = options.parse_args()
+    if args.causal or args.window:
+        options.error("--causal and --window are not taken: each variant says what a query sees")
+    device = choose(args.device)
+    asked = cases_of(args, options, device, lengths=(512,))
+    cases = [replace(case, heads=case.heads or 4) for case in asked]
+    console.print(f"device: {describe(device)}")
+    rows = []
+    with progress("variants", len(cases) * len(VARIANTS)) as advance:
+        for case in cases:
+            for name in VARIANTS:
+                tiles = args.br, args.bc
+                rows.append(check_variant(name, case, *tiles, device=device, seed=args.seed))
+                advance()
+    print_table(
+        f"Variants: largest differences from flex_attention in float64, tiles {args.br}x{args.bc}",
+        ["variant", "expressed as", "Q (K V)", "dtype", "flash", "standard", "skipped", "result"],
+        [
+            (
+                r.name,
+                r.expressed,
+                r.shape,
+                r.dtype,
+                f"{r.error_flash:.2e}",
+                f"{r.error_standard:.2e}",
+                f"{r.skipped:.0%}",
+                "pass" if r.passed else "FAIL",
+            )
+            for r in rows
+        ],
+    )
+    console.print("\ntiles visited, 32 queries in 4x4 tiles: # whole, / in part, . never visited\n")
+    console.print("\n".join(drawings()), markup=False)
+    if args.json:
+        write_json(args.json, device, [("variants", row) for row in rows])
+    if args.plot:
+        plot(Path(args.plot) / "masks.png")
+    return 0 if all(row.passed for row in rows) else 1
+
+
+if __name__ == "__main__":
+    cli.serve(main)
