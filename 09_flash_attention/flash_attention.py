@@ -98,7 +98,7 @@ def score_blocks(visible, K, V, rows, Bc, scratch):
 
     scratch [X * G*Br * Bc]: every S_block is written there.
     """
-    Q_block = visible.query_block(rows) * visible.scale  # [X, G*Br, d]
+    Q_block = visible.query_block(rows, visible.scale)  # [X, G*Br, d]
     for cols in visible.key_blocks(rows, Bc):
         K_block, V_block = visible.key_block(K, cols), visible.key_block(V, cols)  # [X, Bc, ...]
         shape = (*Q_block.shape[:2], K_block.shape[1])
@@ -246,14 +246,15 @@ def theory_bytes(name, case, Br, Bc):
     """Return the bytes that attention has to hold at its highest moment, the result included.
 
     standard: S and P. flash: a tile each of S_block, O_block and the scaled Q_block, five columns
-    (m, m_new, correction, l, row sums), and where they apply the tile's mask and the float32
-    copies of half-precision K_block and V_block. fused: L.
+    (m, m_new, correction, l, row sums) or, where causal or window cut a tile, its mask and two
+    columns; for half types the float32 copies of K_block and V_block. fused: L.
     """
     (*lead, Nq, d), (*_, Nk, _), (*kv_lead, _, dv) = case.shapes
     heads, kv_heads, width = math.prod(lead), math.prod(kv_lead), case.dtype.itemsize
     wide = max(width, 4)
     Br, Bc = min(Br, Nq), min(Bc, Nk)
-    tile = heads * (Br * Bc + Br * d + Br * dv + 5 * Br) + (Br * Bc if case.hides else 0)
+    columns = max(5 * heads * Br, 2 * heads * Br + Br * Bc if case.hides else 0)
+    tile = heads * (Br * Bc + Br * d + Br * dv) + columns
     beside = {
         "standard": heads * Nq * Nk * (2 * wide + (width if width < wide else 0)),
         "flash": wide * (tile + (kv_heads * Bc * (d + dv) if width < wide else 0)),

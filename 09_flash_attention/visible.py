@@ -112,10 +112,11 @@ class Visible:
 
     # The tiles themselves
 
-    def query_block(self, rows):
-        """Return Q's rows in the dtype of the scores, [X, G*Br, d]."""
-        Br, d = rows.stop - rows.start, self.Q.shape[-1]
-        return self.Q[..., rows, :].to(self.dtype).reshape(self.X, self.G * Br, d)
+    def query_block(self, rows, scale=None):
+        """Return Q's rows in the dtype of the scores, [X, G*Br, d], times `scale` if given."""
+        Q_block = self.Q[..., rows, :].to(self.dtype)  # [..., Hkv, G, Br, d]
+        Q_block = Q_block if scale is None else Q_block * scale
+        return Q_block.reshape(self.X, self.G * (rows.stop - rows.start), self.Q.shape[-1])
 
     def key_block(self, x, cols):
         """Return the rows `cols` of K or V in the dtype of the scores, [X, Bc, d]."""
