@@ -1,8 +1,12 @@
-"""scripts/: a .venv is whole or made anew, and a failed step is named. pip and venv are played."""
+"""scripts/: a .venv is whole or made anew, a failed step is named, Ascend's pair is chosen.
+
+pip, venv and CANN are played.
+"""
 
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,9 @@ echo "$*" >>"$LOG"
 case "$*" in
   "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
   *pinned.py*) echo torch==9.9 ;;
+  *ascend_pair.py*) echo "${ASCEND:-none}" ;;
+  *purelib*) mkdir -p .venv/lib && echo .venv/lib ;;
+  *find_spec*) echo /opt/site-packages ;;
   *pip*install*) for word in $FAIL; do case "$*" in *"$word"*) exit 1 ;; esac; done ;;
   *sys.version_info*) exit ${OLD:-0} ;;
 esac
@@ -87,17 +94,92 @@ def test_the_cpu_build_is_tried_first_where_there_is_no_gpu(play):
     if shutil.which("nvidia-smi"):
         pytest.skip("there is a GPU")
     _, log = play("setup.sh")
-    assert sum("torch==9.9" in line for line in log) == 1 and any(
-        "torch==9.9+cpu" in line for line in log
-    )
-    _, log = play("setup.sh", FAIL="+cpu", PYTHON="python3")
-    assert log == []  # whole already
+    assert [line.split()[-1] for line in log if "torch==9.9" in line] == ["torch==9.9+cpu"]
 
 
 def test_torch_falls_back_to_the_plain_build(play):
     done, log = play("setup.sh", FAIL="+cpu")
     assert done.returncode == 0
     assert [line.split()[-1] for line in log if "torch==9.9" in line][-1] == "torch==9.9"
+
+
+def test_a_chosen_ascend_pair_is_installed_without_the_pins_of_other_machines(play):
+    _, log = play("setup.sh", ASCEND="torch==2.4.0 torch_npu==2.4.0.post2")
+    installs = [line for line in log if "pip install" in line]
+    assert any("torch==2.4.0+cpu" in line for line in installs)
+    assert any("torch_npu==2.4.0.post2" in line for line in installs)
+    assert not any("constraints.txt" in line for line in installs)
+
+
+def test_a_matching_ascend_pair_is_seen_and_not_touched(play, tmp_path):
+    _, log = play("setup.sh", ASCEND="keep")
+    installs = [line.split()[-2:] for line in log if "pip install" in line]
+    assert installs == [["-r", "requirements.txt"]]
+    assert (tmp_path / ".venv/lib/kept.pth").read_text() == "/opt/site-packages\n"
+
+
+def pair(tmp_path, release=None, smi=False, **packages):
+    """Run ascend_pair.py under a faked CANN and faked installed packages."""
+    site, bin_ = tmp_path / "site", tmp_path / "bin"
+    bin_.mkdir(parents=True)
+    for name, version in packages.items():
+        info = site / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    if release:
+        info = tmp_path / "latest" / "x86_64-linux" / "ascend_toolkit_install.info"
+        info.parent.mkdir(parents=True)
+        info.write_text(f"version={release}\n")
+    if smi:
+        (bin_ / "npu-smi").write_text("#!/bin/sh\n")
+        (bin_ / "npu-smi").chmod(0o755)
+    environment = {"PATH": str(bin_), "PYTHONPATH": str(site),
+                   "ASCEND_HOME_PATH": str(tmp_path / "latest")}
+    # -S: without this Python's own packages, where a torch lies
+    done = subprocess.run([sys.executable, "-S", str(ROOT / "scripts" / "ascend_pair.py")],
+                          env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
+for_python_3_9_to_3_11 = pytest.mark.skipif(
+    sys.version_info[1] not in (9, 10, 11), reason="these torch_npu are for Python 3.9 to 3.11")
+
+
+@for_python_3_9_to_3_11
+@pytest.mark.parametrize("release, torch, torch_npu", [
+    ("8.0.1", "2.4.0", "2.4.0.post2"),  # the article's machine
+    ("8.0.0", "2.4.0", "2.4.0.post2"),
+    ("8.0.RC3", "2.4.0", "2.4.0"),
+    ("8.1.RC1", "2.5.1", "2.5.1"),
+    ("8.2.RC1", "2.6.0", "2.6.0"),
+])
+def test_the_pair_follows_the_cann_release(tmp_path, release, torch, torch_npu):
+    code, chosen, why = pair(tmp_path, release)
+    assert (code, chosen) == (0, f"torch=={torch} torch_npu=={torch_npu}")
+    assert f"CANN {release}" in why and torch_npu in why
+
+
+def test_an_installed_pair_that_matches_is_kept_whatever_the_release(tmp_path):
+    for release in ("8.0.1", "99.0"):
+        code, chosen, why = pair(tmp_path / release, release, torch="2.1.0+cpu",
+                                 torch_npu="2.1.0.post17")
+        assert (code, chosen) == (0, "keep") and "2.1.0.post17" in why
+
+
+@for_python_3_9_to_3_11
+def test_an_installed_pair_that_does_not_match_is_not_kept(tmp_path):
+    assert pair(tmp_path, "8.1.RC1", torch="2.4.0", torch_npu="2.5.1")[1].startswith("torch==2.5.1")
+
+
+def test_an_unknown_release_or_none_stops_with_what_to_do(tmp_path):
+    code, chosen, why = pair(tmp_path / "a", "99.1")
+    assert (code, chosen) == (2, "") and "CANN 99.1 is not in the table" in why
+    code, chosen, why = pair(tmp_path / "b", smi=True)
+    assert (code, chosen) == (2, "") and "no CANN" in why and "set_env.sh" in why
+
+
+def test_off_ascend_there_is_no_pair(tmp_path):
+    assert pair(tmp_path) == (0, "none", "")
 
 
 def test_changed_requirements_make_a_new_venv(play, tmp_path):
