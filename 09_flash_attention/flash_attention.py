@@ -386,8 +386,8 @@ def show_memory(cases, args, device):
     beyond = ", ".join(f"{r.name} {(r.peak_bytes - r.theory_bytes) / 2**20:+.4f}"
                        for r in rows[-3:] if r.peak_bytes is not None)
     console.print(f"peak - formula at {rows[-1].shape}, in MiB: {beyond}. Beyond the formula stand "
-                  "the fused kernel's working buffers, float32 copies of half-precision inputs, "
-                  "and on a GPU or NPU the allocator's rounding.")
+                  "the fused kernel's working buffers and further outputs, float32 copies of "
+                  "half-precision inputs, and on a GPU or NPU the allocator's rounding.")
     return rows
 
 

@@ -1,5 +1,7 @@
 """The platform's own fused kernel, behind one name: what the tiled loop is compared with."""
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 
@@ -14,24 +16,37 @@ def fused_attention(Q, K, V, *, causal=False, window=None, scale=None):
     need torch 2.5 off the NPU.
     """
     visible = Visible(Q, K, V, causal, None, window, scale)
-    heads = [x if x.dim() == 4 else x.reshape(1, -1, *x.shape[-2:]) for x in (Q, K, V)]
-    options = {"scale": visible.scale}  # npu_fusion_attention's own default is 1
-    if Q.device.type == "npu":
-        if visible.hides:  # True hides; a row that sees no key is 0 with inner_precise=2 alone
-            options.update(atten_mask=_hidden(visible), sparse_mode=1, inner_precise=2)
-        O = torch_npu.npu_fusion_attention(*heads, heads[0].shape[1], "BNSD", **options)[0]
-    else:
-        if causal and window is None and visible.Nq == visible.Nk:
-            options["is_causal"] = True  # its upper-left alignment is the lower-right one here
-        elif visible.hides:
-            options["attn_mask"] = ~_hidden(visible)
-        if visible.G > 1:
-            options["enable_gqa"] = True
-        O = F.scaled_dot_product_attention(*heads, **options)
-    return O.reshape(*Q.shape[:-1], V.shape[-1])
+    heads = [x.reshape(-1, *(x.shape[-3:] if x.dim() > 3 else (1, *x.shape[-2:])))
+             for x in (Q, K, V)]  # [B, H, N, d]
+    fused = _on_npu if Q.device.type == "npu" else _sdpa
+    return fused(visible, *heads).reshape(*Q.shape[:-1], V.shape[-1])
 
 
-def _hidden(visible):
-    i, j = (torch.arange(n, device=visible.Q.device) for n in (visible.Nq, visible.Nk))
-    offset = j - i[:, None] - visible.q_start  # [Nq, Nk]
-    return (offset > visible.right) | (offset < -visible.left)
+def _sdpa(visible, Q, K, V):
+    options = {"scale": visible.scale}
+    if visible.is_causal and visible.Nq == visible.Nk:
+        options["is_causal"] = True  # its upper-left alignment is the lower-right one here
+    elif visible.hides:
+        i, j = (torch.arange(n, device=Q.device) for n in (visible.Nq, visible.Nk))
+        offset = j - i[:, None] - visible.q_start  # [Nq, Nk]
+        options["attn_mask"] = (offset <= visible.right) & (offset >= -visible.left)
+    if visible.G > 1:
+        options["enable_gqa"] = True
+    return F.scaled_dot_product_attention(Q, K, V, **options)
+
+
+def _on_npu(visible, Q, K, V):
+    options = {"scale": visible.scale}  # its own default is 1
+    if visible.hides:
+        # Mode 4 is a band aligned as here, lower-right; its mask is compressed, and True hides.
+        # A row that sees no key is 0 with inner_precise=2 alone.
+        options.update(atten_mask=_upper_triangle(Q.device), sparse_mode=4, inner_precise=2,
+                       pre_tockens=visible.left, next_tockens=visible.right)
+        if visible.is_causal:
+            options.update(sparse_mode=3)
+    return torch_npu.npu_fusion_attention(Q, K, V, Q.shape[1], "BNSD", **options)[0]
+
+
+@lru_cache(maxsize=None)
+def _upper_triangle(device):
+    return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)

@@ -42,6 +42,7 @@ class Visible:
         self.left, self.right = (unbounded if w is None else w for w in window or (None, None))
         if causal:
             self.right = min(self.right, 0)
+        self.is_causal = self.right == 0 and self.left == unbounded
         self.attn_mask, self.score_mod = attn_mask, score_mod
         if attn_mask is not None:
             missing = (1,) * (Q.dim() - attn_mask.dim())

@@ -25,9 +25,7 @@ def measure_peak(call, device):
     Run the call once before this if its first run allocates what later runs reuse, as an
     accelerator's workspaces.
     """
-    peak = _on_cpu if device.type == "cpu" else _on_accelerator
-    highest, result = peak(call, device)
-    return Peak(highest, highest - _storage_bytes(result))
+    return (_on_cpu if device.type == "cpu" else _on_accelerator)(call, device)
 
 
 def _on_accelerator(call, device):
@@ -35,9 +33,11 @@ def _on_accelerator(call, device):
     synchronize(device)
     runtime.reset_peak_memory_stats(device)
     before = runtime.memory_allocated(device)
-    result = call()
+    result = call()  # kept, so that it still stands when what is left is counted
     synchronize(device)
-    return runtime.max_memory_allocated(device) - before, result
+    highest, left = runtime.max_memory_allocated(device), runtime.memory_allocated(device)
+    del result
+    return Peak(highest - before, highest - left)
 
 
 def _on_cpu(call, device):
@@ -50,7 +50,7 @@ def _on_cpu(call, device):
     for event in sorted(events, key=_start):
         standing += event.nbytes()  # negative where memory is freed
         highest = max(highest, standing)
-    return highest, result
+    return Peak(highest, highest - _storage_bytes(result))
 
 
 def _start(event):
