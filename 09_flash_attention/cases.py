@@ -1,5 +1,6 @@
 """The attention problems that the tools run, and the command line's options that name them."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -7,6 +8,7 @@ from common import cli
 
 import torch
 
+from tiles import AUTO, choose_tile
 from visible import DTYPES
 
 
@@ -49,6 +51,11 @@ class Case:
         """The keyword arguments that say what may be seen."""
         return {"causal": self.causal, "window": self.window}
 
+    def tile(self, Br, Bc, device):
+        """Return the tile that `flash_attention_forward` takes for this case: Br and Bc."""
+        (*lead, Nq, _), _, (*_, Nk, dv) = self.shapes
+        return choose_tile(Br, Bc, math.prod(lead), Nq, Nk, dv, self.dtype, device.type)
+
     def inputs(self, device, seed):
         """Q, K, V from a standard normal distribution: the same numbers on every device."""
         generator = torch.Generator().manual_seed(seed)
@@ -73,26 +80,34 @@ def dtype_name(dtype):
     return str(dtype).replace("torch.", "")
 
 
-def parser(description):
-    """Return the options that every lesson takes where they make sense."""
-    options, number = cli.Parser(description=description), cli.whole_number(1)
-    add = options.add_argument
-    add("--device", default="auto", help="auto, cpu, cuda[:i] or npu[:i] (auto)")
-    add("--dtype", choices=[dtype_name(d) for d in DTYPES], help="(float32)")
-    add("--batch", type=number, metavar="B", help="(1)")
-    add("--heads", type=number, metavar="H", help="[B, H, N, d] instead of [B, N, d]")
-    add("--kv-heads", type=number, metavar="H", help="heads of K and V, a divisor of --heads")
-    add("--seq-len", type=number, nargs="+", metavar="N", help="one or more")
-    add("--head-dim", type=number, metavar="d", help="(64)")
-    add("--br", type=number, default=64, help="rows of a query block (64)")
-    add("--bc", type=number, default=64, help="rows of a key/value block (64)")
-    add("--causal", action="store_true", help="a query sees no key after it")
-    add("--window", type=_reach, nargs=2, metavar=("LEFT", "RIGHT"),
-        help="how many keys before and after it a query sees; none: all")
-    add("--seed", type=cli.whole_number(0), default=0, help="of the random inputs (0)")
-    add("--json", metavar="FILE", help="write the rows there as well")
-    add("--plot", metavar="DIR", help="draw what was measured over N into that folder")
+def parser(description, *names):
+    """Return a parser with these options, or all; they mean the same in every lesson."""
+    number = cli.whole_number(1)
+    known = {
+        "device": dict(default="auto", help="auto, cpu, cuda[:i] or npu[:i] (auto)"),
+        "dtype": dict(choices=[dtype_name(d) for d in DTYPES], help="(float32)"),
+        "batch": dict(type=number, metavar="B", help="(1)"),
+        "heads": dict(type=number, metavar="H", help="[B, H, N, d] instead of [B, N, d]"),
+        "kv-heads": dict(type=number, metavar="H", help="heads of K and V, a divisor of --heads"),
+        "seq-len": dict(type=number, nargs="+", metavar="N", help="one or more"),
+        "head-dim": dict(type=number, metavar="d", help="(64)"),
+        "br": dict(type=_tile, default=64, help="rows of a query block, or auto (64)"),
+        "bc": dict(type=_tile, default=64, help="rows of a key/value block, or auto (64)"),
+        "causal": dict(action="store_true", help="a query sees no key after it"),
+        "window": dict(type=_reach, nargs=2, metavar=("LEFT", "RIGHT"),
+                       help="how many keys before and after it a query sees; none: all"),
+        "seed": dict(type=cli.whole_number(0), default=0, help="of the random inputs (0)"),
+        "json": dict(metavar="FILE", help="write the rows there as well"),
+        "plot": dict(metavar="DIR", help="draw what was measured into that folder"),
+    }
+    options = cli.Parser(description=description)
+    for name in names or known:
+        options.add_argument(f"--{name}", **known[name])
     return options
+
+
+def _tile(text):
+    return text if text == AUTO else cli.whole_number(1)(text)
 
 
 def _reach(text):
@@ -101,30 +116,32 @@ def _reach(text):
 
 def cases_of(args, options, device, lengths=(512, 1024, 2048, 4096)):
     """Return the cases that the options ask for, one a sequence length."""
-    if args.kv_heads and (not args.heads or args.heads % args.kv_heads):
+    shape = _shape(args)
+    heads, kv_heads = shape.get("heads"), shape.get("kv_heads")
+    if kv_heads and (not heads or heads % kv_heads):
         options.error("argument --kv-heads: a divisor of --heads is taken, "
-                      f"got {args.kv_heads} of {args.heads}")
-    if args.dtype == "float64" and device.type == "npu":
+                      f"got {kv_heads} of {heads}")
+    if shape.get("dtype") == torch.float64 and device.type == "npu":
         options.error("argument --dtype: the NPU takes no float64, it has no float64 matmul")
-    given = _shape_options(args)
-    if "dtype" in given:
-        given["dtype"] = getattr(torch, args.dtype)
-    return [Case(N, **given, **_masks(args)) for N in args.seq_len or lengths]
+    return [Case(N, **shape, **_masks(args)) for N in args.seq_len or lengths]
 
 
 def verify_cases(args, options, device):
     """Return the cases that the options ask for, or VERIFY_CASES where they name no shape."""
-    if args.seq_len or _shape_options(args):
+    if args.seq_len or _shape(args):
         return cases_of(args, options, device)
     refused = torch.float64 if device.type == "npu" else None  # it has no float64 matmul
     return [replace(c, **_masks(args)) for c in VERIFY_CASES if c.dtype != refused]
 
 
-def _shape_options(args):
-    given = {"batch": args.batch, "heads": args.heads, "kv_heads": args.kv_heads,
-             "d": args.head_dim, "dtype": args.dtype}
-    return {name: value for name, value in given.items() if value is not None}
+def _shape(args):
+    given = {field: getattr(args, option, None) for field, option in (
+        ("batch", "batch"), ("heads", "heads"), ("kv_heads", "kv_heads"), ("d", "head_dim"),
+        ("dtype", "dtype"))}
+    given["dtype"] = given["dtype"] and getattr(torch, given["dtype"])
+    return {field: value for field, value in given.items() if value is not None}
 
 
 def _masks(args):
-    return {"causal": args.causal, "window": tuple(args.window) if args.window else None}
+    window = getattr(args, "window", None)
+    return {"causal": getattr(args, "causal", False), "window": tuple(window) if window else None}

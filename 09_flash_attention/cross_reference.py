@@ -8,6 +8,7 @@
 import math
 import statistics
 from dataclasses import dataclass
+from itertools import product
 
 from flash_attention import cli, flash_attention_forward, standard_attention  # first: finds common
 from fused import fused_attention
@@ -95,18 +96,18 @@ class ModuleRow:
 
 
 @torch.no_grad()
-def compare_modules(N, device, batch=1, n_embd=384, n_head=6, seed=0):
-    """Phase 8: one set of weights, one input, each attention in turn. ModuleRows."""
+def compare_modules(N, device, dtype=torch.float32, n_embd=384, n_head=6, seed=0):
+    """Phase 8: one set of weights, one input, each attention in turn. Return ModuleRows."""
     torch.manual_seed(seed)
     modules = {name: CausalSelfAttention(n_embd, n_head, name) for name in ATTENTION}
-    x = torch.randn(batch, N, n_embd).to(device)
+    x = torch.randn(1, N, n_embd).to(device, dtype)
     for module in modules.values():
         module.load_state_dict(modules["standard"].state_dict())
-        module.to(device)
+        module.to(device, dtype)
     expected = modules["standard"](x)
     seconds = time_in_turn({name: lambda m=m: m(x) for name, m in modules.items()}, device)
     return [
-        ModuleRow(name, f"{batch}x{N}x{n_embd}", (module(x) - expected).abs().max().item(),
+        ModuleRow(name, f"1x{N}x{n_embd}", (module(x) - expected).abs().max().item(),
                   statistics.median(seconds[name]))
         for name, module in modules.items()
     ]
@@ -126,25 +127,25 @@ def show_phase_1(cases, args, device):
 
 
 def show_phase_7(cases, args, device):
-    Q, K, V = cases[0].inputs(device, args.seed)
     rows = []
-    for name in ("standard", "flash"):
-        call = ATTENTION[name]
-        path, operators = profile_call(lambda call=call: call(Q, K, V, **cases[0].masks),
-                                       device, args.traces, name)
+    for case, name in product(cases, ("standard", "flash")):
+        inputs = case.inputs(device, args.seed)
+        path, operators = profile_call(
+            lambda name=name, case=case, inputs=inputs: ATTENTION[name](*inputs, **case.masks),
+            device, args.traces, f"{name}_{case.shape}")
         rows += operators
         for order, value in (("time", lambda o: o.self_ms), ("memory", lambda o: o.self_bytes)):
             most = sorted(operators, key=value, reverse=True)[:5]
-            print_table(
-                f"Phase 7, Profiling: {name} attention {cases[0].shape}, operators by {order}",
-                ["operator", "calls", "self ms", "self MiB"],
-                [(o.name, o.calls, f"{o.self_ms:.3f}", mib(o.self_bytes)) for o in most])
+            print_table(f"Phase 7, Profiling: {name} attention {case.shape}, operators by {order}",
+                        ["operator", "calls", "self ms", "self MiB"],
+                        [(o.name, o.calls, f"{o.self_ms:.3f}", mib(o.self_bytes)) for o in most])
         console.print(f"\ntrace: {path}")
     return rows
 
 
 def show_phase_8(cases, args, device):
-    rows = compare_modules(cases[0].Nq, device, seed=args.seed)
+    rows = [row for case in cases
+            for row in compare_modules(case.Nq, device, case.dtype, seed=args.seed)]
     print_table("Phase 8, Mini-GPT: CausalSelfAttention, one set of weights",
                 ["attention", "input", "largest difference", "ms"],
                 [(r.name, r.shape, f"{r.max_diff:.2e}", f"{r.seconds * 1e3:.4g}") for r in rows])
@@ -155,7 +156,8 @@ SHOW = {1: show_phase_1, 7: show_phase_7, 8: show_phase_8}
 
 
 def main():
-    options = parser(__doc__.splitlines()[0])
+    options = parser(__doc__.splitlines()[0],
+                     "device", "dtype", "seq-len", "causal", "seed", "json")
     options.add_argument("--phase", type=int, choices=SHOW, help="(all three)")
     options.add_argument("--traces", metavar="DIR", default="results/traces",
                          help="where phase 7 writes (results/traces)")

@@ -26,6 +26,7 @@ from common.report import console, mib, plot_curves, print_table, progress, writ
 from common.timing import count_launches, median_ratio, time_in_turn
 from cases import VERIFY_CASES, Case, cases_of, dtype_name, parser, verify_cases
 from fused import fused_attention
+from tiles import choose_tile
 from visible import Visible
 
 import torch
@@ -116,7 +117,7 @@ def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None
     [B, H, N, d], K and V may have fewer heads: query head h reads head h // (Hq / Hkv). Strided
     views are taken as they are.
 
-    Br, Bc: rows of a query block and of a key/value block, 1 or more.
+    Br, Bc: rows of a query block and of a key/value block, 1 or more, or 'auto': see tiles.py.
     causal: query i sees key j where j <= q_start + i.
     q_start: the position of query 0 among the keys; None is Nk - Nq: the last sees the last key.
     window: (left, right): query i sees keys from q_start + i - left to q_start + i + right; a side
@@ -133,11 +134,12 @@ def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None
     Source: FlashAttention-2, Algorithm 1: query blocks outside, key blocks inside.
     """
     visible = Visible(Q, K, V, causal, q_start, window, scale, attn_mask, score_mod)
-    _check_forward(Br, Bc, Q=Q, K=K, V=V)
-    O = Q.new_empty(*Q.shape[:-1], V.shape[-1])
+    _refuse_gradients(Q=Q, K=K, V=V)
+    heads, dv = Q.shape[:-2].numel(), V.shape[-1]
+    Br, Bc = choose_tile(Br, Bc, heads, visible.Nq, visible.Nk, dv, Q.dtype, Q.device.type)
+    O = Q.new_empty(*Q.shape[:-1], dv)
     L = Q.new_empty(*Q.shape[:-1], 1, dtype=visible.dtype) if return_lse else None
-    tile = Q.shape[:-2].numel() * min(Br, visible.Nq) * min(Bc, visible.Nk)
-    scratch = Q.new_empty(tile, dtype=visible.dtype)
+    scratch = Q.new_empty(heads * Br * Bc, dtype=visible.dtype)
     for rows in visible.query_blocks(Br):
         m, l, O_block = start(visible, rows, V)
         for _, S_block, V_block in score_blocks(visible, K, V, rows, Bc, scratch):
@@ -148,10 +150,7 @@ def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None
     return (O, L.squeeze(-1)) if return_lse else O
 
 
-def _check_forward(Br, Bc, **inputs):
-    for name, size in (("Br", Br), ("Bc", Bc)):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
+def _refuse_gradients(**inputs):
     for name, tensor in inputs.items():
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} wants a gradient, got requires_grad=True: this is the "
@@ -232,8 +231,9 @@ def profile_memory(cases, Br=64, Bc=64, *, device="cpu", seed=0):
     """
     device, rows = torch.device(device), []
     for case in cases:
-        for name, call in _candidates(case, case.inputs(device, seed), Br, Bc).items():
-            theory, peak = theory_bytes(name, case, Br, Bc), (None, None)
+        tile = case.tile(Br, Bc, device)
+        for name, call in _candidates(case, case.inputs(device, seed), *tile).items():
+            theory, peak = theory_bytes(name, case, *tile), (None, None)
             if theory < free_bytes(device):
                 if device.type != "cpu":
                     call()  # an accelerator's workspaces are allocated in the first call
@@ -252,7 +252,6 @@ def theory_bytes(name, case, Br, Bc):
     (*lead, Nq, d), (*_, Nk, _), (*kv_lead, _, dv) = case.shapes
     heads, kv_heads, width = math.prod(lead), math.prod(kv_lead), case.dtype.itemsize
     wide = max(width, 4)
-    Br, Bc = min(Br, Nq), min(Bc, Nk)
     columns = max(5 * heads * Br, 2 * heads * Br + Br * Bc if case.hides else 0)
     tile = heads * (Br * Bc + Br * d + Br * dv) + columns
     beside = {
@@ -290,9 +289,9 @@ def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0):
         inputs = case.inputs(device, seed)
         pairs = Visible(*inputs, **case.masks).kept_pairs() * math.prod(case.shapes[0][:-2])
         flop = 2 * pairs * (case.shapes[0][-1] + case.shapes[2][-1])
-        room = free_bytes(device)
-        calls = {name: call for name, call in _candidates(case, inputs, Br, Bc).items()
-                 if theory_bytes(name, case, Br, Bc) < room}
+        room, tile = free_bytes(device), case.tile(Br, Bc, device)
+        calls = {name: call for name, call in _candidates(case, inputs, *tile).items()
+                 if theory_bytes(name, case, *tile) < room}
         if "standard" in calls:
             expected = calls["standard"]()
             for name, call in calls.items():
@@ -300,7 +299,7 @@ def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0):
             del expected
         seconds = time_in_turn(calls, device)
         for name in ("standard", "flash", "fused"):
-            row = SpeedRow(name, case.shape, *((Br, Bc) if name == "flash" else (None, None)))
+            row = SpeedRow(name, case.shape, *(tile if name == "flash" else (None, None)))
             if name in calls:
                 row.seconds = statistics.median(seconds[name])
                 row.tflops = flop / row.seconds / 1e12
@@ -402,12 +401,13 @@ def _ratio(standard, this):
 def show_speed(cases, args, device):
     rows = _rows("speed", benchmark_speed, cases, args, device)
     print_table(
-        f"Speed: median of calls in turn, tiles {args.br}x{args.bc}",
+        "Speed: median of calls in turn",
         ["name", "Q (K V)", "ms", "times as fast as standard", "TFLOP/s", "launches"],
-        [(r.name, r.shape, *(("no room", "-", "-", "-") if r.seconds is None else (
-            f"{r.seconds * 1e3:.4g}",
-            "-" if r.ratio_to_standard is None else f"{r.ratio_to_standard:.3g}",
-            f"{r.tflops:.3g}", r.launches))) for r in rows])
+        [(f"{r.name} {r.Br}x{r.Bc}" if r.Br else r.name, r.shape,
+          *(("no room", "-", "-", "-") if r.seconds is None else (
+              f"{r.seconds * 1e3:.4g}",
+              "-" if r.ratio_to_standard is None else f"{r.ratio_to_standard:.3g}",
+              f"{r.tflops:.3g}", r.launches))) for r in rows])
     return rows
 
 

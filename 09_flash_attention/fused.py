@@ -1,6 +1,6 @@
 """The platform's own fused kernel, behind one name: what the tiled loop is compared with."""
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,6 @@ def _on_npu(visible, Q, K, V):
     return torch_npu.npu_fusion_attention(Q, K, V, Q.shape[1], "BNSD", **options)[0]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _upper_triangle(device):
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)

@@ -21,11 +21,11 @@ from common.device import describe, versions
 console = Console(highlight=False, soft_wrap=True)  # nothing is cut to the width of the terminal
 
 
-def print_table(title, columns, rows):
-    """Print a Markdown table. rows: a sequence of cells for each row, each cell shown by str()."""
+def print_table(title, columns, rows, left=1):
+    """Print a Markdown table; each cell is shown by str(), the first `left` columns to the left."""
     table = Table(box=box.MARKDOWN)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+        table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     wide = Console(width=200, color_system=None)

@@ -203,7 +203,7 @@ def test_heads_that_do_not_divide_are_refused(attend):
         attend(Q, K[:, :2], V[:, :1])
 
 
-@pytest.mark.parametrize("tile", [0, -1, 2.0, True, "64", None])
+@pytest.mark.parametrize("tile", [0, -1, 2.0, True, "64", "Auto", None])
 def test_wrong_tiles_are_refused(tile):
     with pytest.raises(ValueError, match="Br must be .* got"):
         flash_attention_forward(*inputs(), tile, 4)
