@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 class Operator:
     """One operator's calls, its own milliseconds on the device, the bytes that it allocated itself.
 
-    On CPU and CUDA the bytes are net of what it freed, on the NPU they are not.
+    What is freed after the operator has returned is not taken off.
     """
 
     name: str

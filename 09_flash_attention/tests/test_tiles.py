@@ -1,0 +1,48 @@
+"""tiles.py: the tile that is chosen keeps the scratch small and the launches few."""
+
+import pytest
+import torch
+from cases import Case
+from common.memory import measure_peak
+from common.timing import count_launches
+from flash_attention import flash_attention_forward
+from hypothesis import given
+from hypothesis import strategies as st
+from tiles import LEAST_BYTES, choose_tile
+
+CPU = torch.device("cpu")
+
+
+@given(st.integers(1, 64), st.integers(0, 20000), st.integers(0, 20000), st.integers(1, 256),
+       st.sampled_from([torch.float16, torch.float32, torch.float64]),
+       st.sampled_from(["cpu", "cuda", "npu"]), st.sampled_from(["auto", 1, 64, 5000]),
+       st.sampled_from(["auto", 1, 64, 5000]))
+def test_a_chosen_tile_fits_the_problem_and_the_budget(heads, Nq, Nk, dv, dtype, device, Br, Bc):
+    rows, cols = choose_tile(Br, Bc, heads, Nq, Nk, dv, dtype, device)
+    assert 1 <= rows <= max(Nq, 1) and 1 <= cols <= max(Nk, 1)
+    assert Br == "auto" or rows == min(Br, max(Nq, 1))
+    assert Bc == "auto" or cols == min(Bc, max(Nk, 1))
+    if "auto" == Br == Bc:
+        scores = heads * rows * cols * max(dtype.itemsize, 4)
+        result = heads * Nq * dv * dtype.itemsize
+        least = heads * max(dtype.itemsize, 4)  # one score a head
+        assert scores <= max(4 * result, LEAST_BYTES, least)
+
+
+@pytest.mark.parametrize("N", [4096, 16384])
+def test_peak_with_chosen_tiles_stays_below_eight_times_the_result(N):
+    Q, K, V = Case(N, d=16).inputs(CPU, 0)
+    peak = measure_peak(lambda: flash_attention_forward(Q, K, V, "auto", "auto"), CPU)
+    result = N * 16 * 4
+    assert peak.total - peak.without_result == result and peak.without_result < 8 * result
+
+
+def test_chosen_tiles_need_a_fiftieth_of_the_launches():
+    Q, K, V = Case(2048).inputs(CPU, 0)
+    small, chosen = (count_launches(lambda t=tile: flash_attention_forward(Q, K, V, t, t))
+                     for tile in (64, "auto"))
+    assert 50 * chosen <= small
+
+
+def test_one_query_over_many_keys_takes_them_in_few_tiles():
+    assert choose_tile("auto", "auto", 8, 1, 65536, 64, torch.float32, "cpu") == (1, 8192)
