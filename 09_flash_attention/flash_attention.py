@@ -52,8 +52,10 @@ def standard_attention(Q, K, V, *, causal=False, q_start=None, window=None, scal
     if visible.hides:  # the softmax of a row of only -inf is NaN, and so is its gradient
         dead = (S == -math.inf).all(-1, keepdim=True)  # [X, G*Nq, 1]
         S = S.masked_fill(dead, 0)
-    P = torch.softmax(S, dim=-1)  # [X, G*Nq, Nk]
-    O = P.to(V.dtype) @ V_cols.to(V.dtype)  # [X, G*Nq, dv]
+    P = torch.softmax(S, dim=-1).to(V.dtype)  # [X, G*Nq, Nk]
+    if V.device.type == "cpu":
+        P = P.to(visible.dtype)  # rounded; before torch 2.2 a CPU has no product of half types
+    O = (P @ V_cols.to(P.dtype)).to(V.dtype)  # [X, G*Nq, dv]
     L = torch.logsumexp(S, dim=-1, keepdim=True) if return_lse else None  # [X, G*Nq, 1]
     if visible.hides:
         O = O.masked_fill(dead, 0)

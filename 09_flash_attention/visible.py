@@ -100,7 +100,8 @@ class Visible:
             for cols in self.key_blocks(rows, Bc):
                 j = cols.start // Bc * Bc
                 whole = slice(j, min(j + Bc, self.Nk))
-                line[j // Bc] = "#" if self.sees_all(rows, whole) else "/"
+                seen = self.attn_mask is None or self._mask_tile(rows, whole)[1].all()
+                line[j // Bc] = "#" if seen and self.sees_all(rows, whole) else "/"
             lines.append(" ".join(line))
         return "\n".join(lines)
 
