@@ -16,7 +16,7 @@ from cases import cases_of, parser
 from common.device import choose, describe
 from common.profiling import profile_call
 from common.report import console, mib, print_table, progress, write_json
-from common.timing import median_ratio, time_in_turn
+from common.timing import ratio, time_in_turn
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ def time_products(case, device, seed=0):
     rows = []
     for name, part in seconds.items():
         median = statistics.median(part)
-        rows.append(ProductRow(name, case.shape, median, median_ratio(part, whole),
+        rows.append(ProductRow(name, case.shape, median, ratio(part, whole)[0],
                                flop[name] / median / 1e12))
     return rows
 

@@ -23,7 +23,7 @@ from common import cli  # first: Ctrl-C is quiet from here on
 from common.device import choose, describe, free_bytes  # before torch: see there
 from common.memory import measure_peak
 from common.report import console, mib, plot_curves, print_table, progress, write_json
-from common.timing import count_launches, median_ratio, time_in_turn
+from common.timing import count_launches, ratio, time_in_turn
 from cases import VERIFY_CASES, Case, cases_of, dtype_name, parser, verify_cases
 from fused import fused_attention
 from tiles import choose_tile
@@ -266,7 +266,11 @@ def theory_bytes(name, case, Br, Bc):
 
 @dataclass
 class SpeedRow:
-    """ratio_to_standard: times as fast as standard. launches: operator calls. None: no room."""
+    """ratio_to_standard: times as fast as standard, ratio_spread its quartiles over the rounds.
+
+    launches: operator calls. matmul_share: tflops over those of a large matmul in the same rounds.
+    None: not run, no room.
+    """
 
     name: str
     shape: str
@@ -274,7 +278,9 @@ class SpeedRow:
     Bc: Optional[int]
     seconds: Optional[float] = None
     ratio_to_standard: Optional[float] = None
+    ratio_spread: Optional[tuple] = None
     tflops: Optional[float] = None
+    matmul_share: Optional[float] = None
     launches: Optional[int] = None
 
 
@@ -299,15 +305,18 @@ def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0):
             for name, call in calls.items():
                 _assert_agree(name, call(), expected)
             del expected
-        seconds = time_in_turn(calls, device)
+        A = torch.ones(2048, 2048, dtype=case.dtype, device=device)
+        seconds = time_in_turn({**calls, "matmul": lambda A=A: A @ A}, device)
+        matmul_tflops = 2 * 2048**3 / statistics.median(seconds["matmul"]) / 1e12
         for name in ("standard", "flash", "fused"):
             row = SpeedRow(name, case.shape, *(tile if name == "flash" else (None, None)))
             if name in calls:
                 row.seconds = statistics.median(seconds[name])
                 row.tflops = flop / row.seconds / 1e12
+                row.matmul_share = row.tflops / matmul_tflops
                 row.launches = count_launches(calls[name])
             if name in calls and "standard" in calls:
-                row.ratio_to_standard = median_ratio(seconds["standard"], seconds[name])
+                row.ratio_to_standard, row.ratio_spread = ratio(seconds["standard"], seconds[name])
             rows.append(row)
     return rows
 
@@ -404,13 +413,37 @@ def show_speed(cases, args, device):
     rows = _rows("speed", benchmark_speed, cases, args, device)
     print_table(
         "Speed: median of calls in turn",
-        ["name", "Q (K V)", "ms", "times as fast as standard", "TFLOP/s", "launches"],
+        ["name", "Q (K V)", "ms", "times as fast as standard", "quartiles", "TFLOP/s", "of matmul",
+         "launches"],
         [(f"{r.name} {r.Br}x{r.Bc}" if r.Br else r.name, r.shape,
-          *(("no room", "-", "-", "-") if r.seconds is None else (
-              f"{r.seconds * 1e3:.4g}",
-              "-" if r.ratio_to_standard is None else f"{r.ratio_to_standard:.3g}",
-              f"{r.tflops:.3g}", r.launches))) for r in rows])
+          *(("no room", *"------") if r.seconds is None else (
+              f"{r.seconds * 1e3:.4g}", *_ratio_cells(r), f"{r.tflops:.3g}",
+              f"{r.matmul_share:.0%}", r.launches))) for r in rows])
+    if len(cases) > 1:
+        console.print("\ntime grows as N to the power of: " + ", ".join(
+            f"{name} {exponent:.2f}" for name, exponent in fitted_exponents(cases, rows).items()))
     return rows
+
+
+def _ratio_cells(row):
+    if row.ratio_to_standard is None:
+        return "-", "-"
+    return f"{row.ratio_to_standard:.3g}", "{:.3g} to {:.3g}".format(*row.ratio_spread)
+
+
+def fitted_exponents(cases, rows):
+    """Return {name: slope of log(seconds) over log(N)}, least squares."""
+    lengths = {case.shape: case.Nq for case in cases}
+    points = {}
+    for r in rows:
+        if r.seconds is not None:
+            points.setdefault(r.name, []).append((math.log(lengths[r.shape]), math.log(r.seconds)))
+    fits = {}
+    for name, measured in points.items():
+        x, y = torch.tensor(measured, dtype=torch.float64).T
+        x, y = x - x.mean(), y - y.mean()
+        fits[name] = ((x * y).sum() / x.square().sum()).item()
+    return fits
 
 
 def show_trace(cases, args, device):

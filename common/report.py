@@ -106,3 +106,27 @@ def plot_curves(path, title, ylabel, curves, guides):
     with whole_file(path) as part:
         figure.savefig(part, dpi=120)
     plt.close(figure)
+
+
+def plot_sizes(path, title, sizes, chosen, levels):
+    """Draw milliseconds over the tile size, both axes logarithmic, and write them to `path`.
+
+    sizes: [(size, ms), ...]; chosen: one such point, marked; levels: {label: ms}, lines across.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    axes.plot(*zip(*sizes), marker="o", label="flash, square tiles")
+    axes.plot(*chosen, marker="*", markersize=16, linestyle="", label="flash, auto")
+    for (label, value), style in zip(levels.items(), ("--", ":")):
+        axes.axhline(value, linestyle=style, color="grey", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="tile size", ylabel="time (ms)", title=title)
+    axes.set_xticks([size for size, _ in sizes], [str(size) for size, _ in sizes], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.legend()
+    with whole_file(path) as part:
+        figure.savefig(part, dpi=120)
+    plt.close(figure)

@@ -43,9 +43,14 @@ def time_in_turn(calls, device, budget=2.0):
     return seconds
 
 
-def median_ratio(numerators, denominators):
-    """Return the median of the ratios taken round by round: what slows a whole round cancels."""
-    return statistics.median(n / d for n, d in zip(numerators, denominators))
+def ratio(numerators, denominators):
+    """Return the median and the quartiles (low, high) of the ratios taken round by round.
+
+    Round by round, what slows a whole round cancels.
+    """
+    low, median, high = statistics.quantiles(
+        (n / d for n, d in zip(numerators, denominators)), n=4, method="inclusive")
+    return median, (low, high)
 
 
 def count_launches(call):

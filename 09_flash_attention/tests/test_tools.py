@@ -167,7 +167,8 @@ def test_all_modes_print_tables_and_leave_json_and_plots(tmp_path):
     assert fields["memory"] == {"name", "shape", "peak_bytes", "peak_bytes_without_result",
                                 "theory_bytes"}
     assert fields["speed"] == {"name", "shape", "Br", "Bc", "seconds", "ratio_to_standard",
-                               "tflops", "launches"}
+                               "ratio_spread", "tflops", "matmul_share", "launches"}
+    assert re.search(r"power of: standard -?[\d.]+, flash -?[\d.]+, fused -?[\d.]+", done.stdout)
     assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == ["memory.png", "speed.png"]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["rows.json"]
 
