@@ -15,7 +15,7 @@ from fused import fused_attention
 from cases import cases_of, parser
 from common.device import choose, describe
 from common.profiling import profile_call
-from common.report import console, mib, print_table, progress, write_json
+from common.report import console, mib, print_table, track, write_json
 from common.timing import ratio, time_in_turn
 
 import torch
@@ -114,11 +114,8 @@ def compare_modules(N, device, dtype=torch.float32, n_embd=384, n_head=6, seed=0
 
 
 def show_phase_1(cases, args, device):
-    rows = []
-    with progress("phase 1", len(cases)) as advance:
-        for case in cases:
-            rows += time_products(case, device, args.seed)
-            advance()
+    rows = [row for case in track("phase 1", cases)
+            for row in time_products(case, device, args.seed)]
     print_table("Phase 1, Hello NPU: the matrix products inside standard attention",
                 ["part", "Q", "ms", "share", "TFLOP/s"],
                 [(r.name, r.shape, f"{r.seconds * 1e3:.4g}", f"{r.share:.0%}",

@@ -38,8 +38,21 @@ def print_table(title, columns, rows, left=1):
 
 
 def mib(count):
-    """Show a number of bytes in MiB, to four digits."""
-    return f"{count / 2**20:.4g}"
+    """Show a number of bytes in MiB, to four digits; None as 'no room'."""
+    return "no room" if count is None else f"{count / 2**20:.4g}"
+
+
+def quotient(numerator, denominator):
+    """Show a quotient to four digits; '-' where a part is missing or zero."""
+    return f"{numerator / denominator:.4g}" if numerator and denominator else "-"
+
+
+def track(title, items):
+    """Yield the items, with a progress bar on a terminal."""
+    with progress(title, len(items)) as advance:
+        for item in items:
+            yield item
+            advance()
 
 
 @contextlib.contextmanager
