@@ -21,6 +21,7 @@ case "$*" in
   "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
   *pinned.py*) echo torch==9.9 ;;
   *ascend_pair.py*) echo "${ASCEND:-none}" ;;
+  09_flash_attention/"$FAIL_LESSON"*) [ -z "$FAIL_LESSON" ] ;;
   *purelib*) mkdir -p .venv/lib && echo .venv/lib ;;
   *find_spec*) echo /opt/site-packages ;;
   *pip*install*) for word in $FAIL; do case "$*" in *"$word"*) exit 1 ;; esac; done ;;
@@ -101,6 +102,22 @@ def test_torch_falls_back_to_the_plain_build(play):
     done, log = play("setup.sh", FAIL="+cpu")
     assert done.returncode == 0
     assert [line.split()[-1] for line in log if "torch==9.9" in line][-1] == "torch==9.9"
+
+
+def test_the_report_runs_each_lesson_on_the_card_and_packs_what_came_out(play, tmp_path):
+    done, log = play("report_910b.sh", "npu:1", FAIL_LESSON="flash_decoding.py")
+    assert done.returncode == 0, done.stderr
+    ran = [line for line in log if line.startswith("09_flash_attention/")]
+    lessons = {line.split()[0].split("/")[1] for line in ran}
+    here = {p.name for p in (ROOT / "09_flash_attention").glob("*.py")}
+    assert lessons == {name for name in here if "cli.serve(main)" in
+                       (ROOT / "09_flash_attention" / name).read_text()}
+    assert all("--device npu:1" in line and "--json results/report_910b/" in line for line in ran)
+    archive = tmp_path / "results" / "report_910b.tar.gz"
+    names = subprocess.run(["tar", "-tf", archive], capture_output=True, text=True).stdout
+    assert "report_910b/machine.txt" in names and "report_910b/articles.txt" in names
+    summary = (tmp_path / "results/report_910b/summary.txt").read_text().splitlines()
+    assert "decoding: exit status 1" in summary and len(summary) == len(ran)
 
 
 def test_a_chosen_ascend_pair_is_installed_without_the_pins_of_other_machines(play):
