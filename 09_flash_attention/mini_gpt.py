@@ -89,8 +89,6 @@ class MiniGPT(nn.Module):
         self.wte, self.wpe = nn.Embedding(vocabulary, n_embd), nn.Embedding(N, n_embd)
         self.blocks = nn.ModuleList(Block(n_embd, n_head, attention) for _ in range(n_layer))
         self.ln_f = nn.LayerNorm(n_embd)
-        self.lm_head = nn.Linear(n_embd, vocabulary, bias=False)
-        self.lm_head.weight = self.wte.weight  # as in GPT-2
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -103,7 +101,9 @@ class MiniGPT(nn.Module):
         x = self.wte(tokens) + self.wpe(position)  # [B, n, C]
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
             x = block(x, cache)
-        return self.lm_head(self.ln_f(x))  # [B, n, vocabulary]
+        return (
+            self.ln_f(x) @ self.wte.weight.T
+        )  # [B, n, vocabulary], one table for both as in GPT-2
 
     def new_caches(self, batch):
         """Return an empty KVCache for each block."""
@@ -197,23 +197,21 @@ class Training:
 
     def save(self, path):
         """Write a checkpoint: all that the next step depends on, and what was measured so far."""
+        state = {
+            "config": self.config,
+            "losses": self.losses,
+            "seconds": self.seconds,
+            "generator": self.generator.get_state(),
+            "models": {name: x.state_dict() for name, x in self.models.items()},
+            "optimizers": {name: x.state_dict() for name, x in self.optimizers.items()},
+        }
         with whole_file(path) as part:
-            torch.save(
-                {
-                    "config": self.config,
-                    "losses": self.losses,
-                    "seconds": self.seconds,
-                    "generator": self.generator.get_state(),
-                    "models": {n: m.state_dict() for n, m in self.models.items()},
-                    "optimizers": {n: o.state_dict() for n, o in self.optimizers.items()},
-                },
-                part,
-            )
+            torch.save(on_cpu(state), part)
 
     def load(self, path):
         """Go on from a checkpoint. Raises ValueError where it is none, or one of another run."""
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            found = torch.load(path, weights_only=True)
             config = found["config"]
         except (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError) as fault:
             raise ValueError(f"{path} is no checkpoint of a Training") from fault
@@ -225,6 +223,13 @@ class Training:
         for name in self.models:
             self.models[name].load_state_dict(found["models"][name])
             self.optimizers[name].load_state_dict(found["optimizers"][name])
+
+
+def on_cpu(state):
+    """Return a state dict with its tensors on the CPU: such a checkpoint loads on any device."""
+    if isinstance(state, dict):
+        return {key: on_cpu(value) for key, value in state.items()}
+    return state.cpu() if isinstance(state, torch.Tensor) else state
 
 
 def train(training, steps, checkpoint=None, interrupted=()):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from functools import partial
@@ -374,23 +375,39 @@ def test_flops_are_three_and_a_half_times_those_of_the_forward(monkeypatch):
             assert row.ratio_to_standard == 1
 
 
+def quick(monkeypatch):
+    in_turn = partial(flash_backward.time_in_turn, budget=0)
+    monkeypatch.setattr(flash_backward, "time_in_turn", in_turn)
+
+
 def test_what_has_no_room_is_not_run(monkeypatch):
     monkeypatch.setattr(flash_backward, "free_bytes", lambda device: 10**6)
+    quick(monkeypatch)
     standard, flash = profile_memory([Case(512)], 64, 64)
     assert standard.peak_bytes is None and flash.peak_bytes
     standard, flash = benchmark_speed([Case(512)], 128, 128)
     assert standard.seconds is None and flash.seconds and flash.ratio_to_standard is None
 
 
-def test_the_command_writes_rows_and_plots(tmp_path):
-    program = Path(flash_backward.__file__)
-    shown = subprocess.run(
-        [sys.executable, program, "--mode", "all", "--seq-len", "64", "--head-dim", "8",
-         "--json", tmp_path / "rows.json", "--plot", tmp_path],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+def test_the_command_writes_rows_and_plots(tmp_path, monkeypatch, capsys):
+    quick(monkeypatch)
+    files = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path)]
+    shape = ["--seq-len", "64", "--head-dim", "8"]
+    monkeypatch.setattr(sys, "argv", ["flash_backward.py", "--mode", "all", *shape, *files])
+    assert flash_backward.main() == 0
+    shown = capsys.readouterr().out
+    assert "pass" in shown and "FAIL" not in shown
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     tools = [row["tool"] for row in rows]
     assert (tools.count("verify"), tools.count("memory"), tools.count("speed")) == (3, 2, 2)
-    assert "pass" in shown.stdout and "FAIL" not in shown.stdout
     assert all((tmp_path / f"backward_{mode}.png").stat().st_size for mode in ("memory", "speed"))
+
+
+def test_gradients_pass_on_a_simulated_npu():
+    pytest.importorskip("torch", "2.13")  # what the simulation is built on
+    program = Path(flash_backward.__file__)
+    on_npu = {**os.environ, "PYTHONPATH": str(program.parent.parent / "tests" / "simulated_npu")}
+    shape = ["--seq-len", "100", "--heads", "4", "--kv-heads", "2", "--dtype", "bfloat16"]
+    run = [sys.executable, program, "--device", "npu", "--causal", *shape]
+    shown = subprocess.run(run, env=on_npu, capture_output=True, text=True, check=True)
+    assert shown.stdout.count("pass") == 3 and "npu:0" in shown.stdout

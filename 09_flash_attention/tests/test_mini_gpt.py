@@ -189,14 +189,30 @@ def test_wrong_input_raises_and_names_what_was_given():
         Training("short", SMALL)
 
 
-def test_the_command_trains_draws_and_writes(tmp_path):
-    shown = subprocess.run(
-        [sys.executable, PROGRAM, *SMALL_RUN, "--steps", "3", "--plot", tmp_path,
-         "--json", tmp_path / "rows.json"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert "Apache" in shown.stdout and "the same text" in shown.stdout
+def test_the_command_trains_draws_and_writes(tmp_path, monkeypatch, capsys):
+    files = ["--plot", str(tmp_path), "--json", str(tmp_path / "rows.json")]
+    monkeypatch.setattr(sys, "argv", ["mini_gpt.py", *SMALL_RUN, "--steps", "3", *files])
+    assert mini_gpt.main() == 0
+    shown = capsys.readouterr().out
+    assert "Apache" in shown and "the same text" in shown
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [(row["name"], len(row["losses"])) for row in rows] == [("standard", 3), ("flash", 3)]
     assert all(row["peak_bytes"] > 0 and row["passed"] for row in rows)
     assert (tmp_path / "loss.png").stat().st_size
+
+
+def test_a_run_begun_on_a_simulated_npu_goes_on_on_the_cpu(tmp_path):
+    pytest.importorskip("torch", "2.13")  # what the simulation is built on
+    script = (
+        "import sys; from mini_gpt import TEXT, Training, choose, train;"
+        "run = Training(TEXT.read_text(), eval(sys.argv[1]), batch=2, device=choose('npu'));"
+        "train(run, 3, sys.argv[2])"
+    )
+    paths = [str(PROGRAM.parent), str(PROGRAM.parent.parent / "tests" / "simulated_npu")]
+    on_npu = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    path = tmp_path / "run.pt"
+    subprocess.run([sys.executable, "-c", script, str(SMALL), path], env=on_npu, check=True)
+    resumed, whole = (Training(TEXT, SMALL, batch=2) for _ in range(2))
+    resumed.load(path)
+    assert resumed.steps == 3 and train(resumed, 5) and train(whole, 5)
+    assert resumed.losses["flash"] == pytest.approx(whole.losses["flash"], abs=1e-5)
