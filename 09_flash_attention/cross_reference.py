@@ -10,7 +10,8 @@ import statistics
 from dataclasses import dataclass
 from itertools import product
 
-from flash_attention import cli, flash_attention_forward, standard_attention  # first: finds common
+from flash_attention import cli, standard_attention  # first: finds `common`
+from flash_backward import flash_attention
 from fused import fused_attention
 from cases import cases_of, parser
 from common.device import choose, describe
@@ -21,9 +22,7 @@ from common.timing import ratio, time_in_turn
 import torch
 from torch import nn
 
-ATTENTION = {
-    "standard": standard_attention, "flash": flash_attention_forward, "fused": fused_attention,
-}
+ATTENTION = {"standard": standard_attention, "flash": flash_attention, "fused": fused_attention}
 
 
 @dataclass
@@ -76,11 +75,14 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(n_embd, 3 * n_embd)
         self.c_proj = nn.Linear(n_embd, n_embd)
 
-    def forward(self, x):
+    def forward(self, x, cache=None):
+        """cache: takes the new K and V and returns all so far, as flash_decoding.KVCache does."""
         Q, K, V = (
             part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # [B, N, C] -> [B, H, N, C/H]
             for part in self.c_attn(x).chunk(3, dim=-1)
         )
+        if cache is not None:
+            K, V = cache.append(K, V)  # [B, H, length, C/H]
         O = self.attend(Q, K, V, causal=True)  # [B, H, N, C/H]
         return self.c_proj(O.transpose(1, 2).flatten(-2))  # [B, N, C]
 

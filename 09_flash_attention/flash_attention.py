@@ -381,7 +381,7 @@ def show_speed(cases, args, device):
          "launches"],
         [(f"{r.name} {r.Br}x{r.Bc}" if r.Br else r.name, r.shape,
           *(("no room", *"------") if r.seconds is None else (
-              f"{r.seconds * 1e3:.4g}", *_ratio_cells(r), f"{r.tflops:.3g}",
+              f"{r.seconds * 1e3:.4g}", *ratio_cells(r), f"{r.tflops:.3g}",
               f"{r.matmul_share:.0%}", r.launches))) for r in rows])
     if len(cases) > 1:
         console.print("\ntime grows as N to the power of: " + ", ".join(
@@ -389,7 +389,8 @@ def show_speed(cases, args, device):
     return rows
 
 
-def _ratio_cells(row):
+def ratio_cells(row):
+    """Return a SpeedRow's ratio to standard and its quartiles as two cells."""
     if row.ratio_to_standard is None:
         return "-", "-"
     return f"{row.ratio_to_standard:.3g}", "{:.3g} to {:.3g}".format(*row.ratio_spread)

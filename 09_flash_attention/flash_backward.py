@@ -20,7 +20,7 @@ from flash_attention import (  # first: finds `common`
     MemoryRow,
     SpeedRow,
     VerifyRow,
-    _ratio_cells,
+    ratio_cells,
     cli,
     exp_,
     flash_attention_forward,
@@ -328,7 +328,7 @@ def show_speed(cases, args, device):
          "launches"],
         [(f"{r.name} {r.Br}x{r.Bc}" if r.Br else r.name, r.shape,
           *(("no room", *"------") if r.seconds is None else (
-              f"{r.seconds * 1e3:.4g}", *_ratio_cells(r), f"{r.tflops:.3g}",
+              f"{r.seconds * 1e3:.4g}", *ratio_cells(r), f"{r.tflops:.3g}",
               f"{r.matmul_share:.0%}", r.launches))) for r in rows],
     )  # fmt: skip
     return rows

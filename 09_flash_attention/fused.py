@@ -12,8 +12,7 @@ from visible import Visible
 def fused_attention(Q, K, V, *, causal=False, window=None, scale=None):
     """Return attention from npu_fusion_attention on an NPU, scaled_dot_product_attention elsewhere.
 
-    Shapes, `causal`, `window`, `scale` and errors as in `flash_attention_forward`. Grouped heads
-    need torch 2.5 off the NPU.
+    Shapes, `causal`, `window`, `scale` and errors as in `flash_attention_forward`.
     """
     visible = Visible(Q, K, V, causal, None, window, scale)
     heads = [x.reshape(-1, *(x.shape[-3:] if x.dim() > 3 else (1, *x.shape[-2:])))
@@ -30,8 +29,10 @@ def _sdpa(visible, Q, K, V):
         i, j = (torch.arange(n, device=Q.device) for n in (visible.Nq, visible.Nk))
         offset = j - i[:, None] - visible.q_start  # [Nq, Nk]
         options["attn_mask"] = (offset <= visible.right) & (offset >= -visible.left)
-    if visible.G > 1:
+    if visible.G > 1 and "enable_gqa" in F.scaled_dot_product_attention.__doc__:
         options["enable_gqa"] = True
+    elif visible.G > 1:  # before torch 2.5
+        K, V = (x.repeat_interleave(visible.G, dim=1) for x in (K, V))
     return F.scaled_dot_product_attention(Q, K, V, **options)
 
 

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from flash_attention import cli, standard_attention  # first: finds `common`
-from flash_backward import flash_attention
-from flash_decoding import KVCache
+from flash_attention import cli  # first: finds `common`
 from cases import parser
-from cross_reference import CausalSelfAttention
+from cross_reference import ATTENTION, CausalSelfAttention
+from flash_decoding import KVCache
 from common.device import choose, describe
 from common.memory import measure_peak
 from common.report import console, mib, print_table, progress, whole_file, write_json
@@ -31,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-ATTENTION = {"standard": standard_attention, "flash": flash_attention}
+BOTH = ("standard", "flash")
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
 # Adam divides a gradient by its size: with the usual eps of 1e-8, one that is 0 but for rounding,
 # as of the bias of K, takes steps as long as any other, and different ones with each attention.
@@ -40,31 +39,13 @@ ALLOWED = 1e-3  # between the loss curves, in float32
 SAVE_EVERY = 50  # steps
 
 
-class SelfAttention(CausalSelfAttention):
-    """Phase 8's module with an attention that can be trained, and a KV cache to write with."""
-
-    def __init__(self, n_embd, n_head, attention):
-        super().__init__(n_embd, n_head, attention)
-        self.attend = ATTENTION[attention]
-
-    def forward(self, x, cache=None):
-        Q, K, V = (
-            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # [B, N, C] -> [B, H, N, C/H]
-            for part in self.c_attn(x).chunk(3, dim=-1)
-        )
-        if cache is not None:
-            K, V = cache.append(K, V)  # [B, H, length, C/H]
-        O = self.attend(Q, K, V, causal=True)  # [B, H, N, C/H]
-        return self.c_proj(O.transpose(1, 2).flatten(-2))  # [B, N, C]
-
-
 class Block(nn.Module):
     """Attention and a two-layer perceptron, each on a normalized input and added to it."""
 
     def __init__(self, n_embd, n_head, attention):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(n_embd), nn.LayerNorm(n_embd)
-        self.attn = SelfAttention(n_embd, n_head, attention)
+        self.attn = CausalSelfAttention(n_embd, n_head, attention)
         self.mlp = nn.Sequential(
             nn.Linear(n_embd, 4 * n_embd), nn.GELU(), nn.Linear(4 * n_embd, n_embd)
         )
@@ -77,7 +58,7 @@ class Block(nn.Module):
 class MiniGPT(nn.Module):
     """GPT-2's architecture (nanoGPT's model.py): tokens [B, n] -> logits [B, n, vocabulary].
 
-    N: the context, the most tokens that it reads at once. attention: 'standard' or 'flash'; the
+    N: the context, the most tokens that it reads at once. attention: a name of ATTENTION; the
     weights are drawn in the same order for both.
     """
 
@@ -142,7 +123,7 @@ class Training:
     Raises ValueError for a text that is too short, and what MiniGPT raises.
     """
 
-    def __init__(self, text, shape, attention=tuple(ATTENTION), batch=8, *, device="cpu", seed=0):
+    def __init__(self, text, shape, attention=BOTH, batch=8, *, device="cpu", seed=0):
         if len(text) <= shape["N"]:
             raise ValueError(f"text must be longer than N {shape['N']}, got {len(text)} letters")
         self.vocabulary = sorted(set(text))
@@ -361,7 +342,8 @@ def main():
     number = cli.whole_number(1)
     options = parser(__doc__.splitlines()[0], "device", "seed", "json", "plot")
     add = options.add_argument
-    add("--attention", nargs="+", choices=ATTENTION, default=list(ATTENTION), help="(both)")
+    add("--attention", nargs="+", choices=ATTENTION, default=BOTH,
+        help="(standard flash)")
     add("--text", metavar="FILE", default=TEXT, help="what it learns from (the LICENSE)")
     add("--steps", type=number, default=200, help="(200)")
     add("--batch", type=number, metavar="B", default=8, help="pieces of text a step (8)")

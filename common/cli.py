@@ -5,15 +5,13 @@ Import this module first: the quiet end then covers the seconds in which torch l
 """
 
 import argparse
+import signal
 import sys
+from pathlib import Path
 
-
-def _quiet_on_interrupt(kind, error, trace, show=sys.excepthook):
-    if not issubclass(kind, KeyboardInterrupt):
-        show(kind, error, trace)
-
-
-sys.excepthook = _quiet_on_interrupt
+_script = Path(getattr(sys.modules["__main__"], "__file__", None) or "none").resolve()
+if _script.parent.parent == Path(__file__).resolve().parent.parent:  # a lesson runs, not a library
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as torch loads it may swallow an exception
 
 
 class Refused(Exception):
@@ -22,11 +20,14 @@ class Refused(Exception):
 
 def serve(main):
     """Run main() and exit with what it returns; with 2 and one line where a call is refused."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         sys.exit(main())
     except (Refused, OSError) as refusal:
         print(f"{sys.argv[0]}: {' '.join(str(refusal).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell says of a program that Ctrl-C ended
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,0 +1,79 @@
+"""Every lesson runs on a simulated card, and each mode of it, on card 0 and on card 1."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+LESSONS = {
+    "flash_attention": "--mode all --seq-len 40 64",
+    "fast_tiles": "--seq-len 64",
+    "articles": "",
+    "cross_reference": "--seq-len 32",
+    "flash_variants": "--seq-len 32 --br 8 --bc 8",
+    "flash_decoding": "--mode all --seq-len 96 --splits 2 3",
+    "flash_backward": "--mode all --seq-len 32 --br 16 --bc 8",
+    "mini_gpt": "--steps 3 --seq-len 16 --embd 16 --heads 2 --layers 1 --batch 2",
+}
+# One child a card: it loads torch once. Two rounds are timed instead of five or more.
+CHILD = """
+import importlib, json, sys
+sys.path[:0] = [{lessons!r}, {root!r}]
+found = {{}}
+for name, options in {options!r}.items():
+    lesson = importlib.import_module(name)
+    import common.timing
+    common.timing.MIN_ROUNDS = common.timing.MAX_ROUNDS = 2
+    sys.argv = [name + ".py", "--device", {card!r}, "--json", name + ".json", *options.split()]
+    try:
+        found[name] = lesson.main() or 0
+    except SystemExit as ended:
+        found[name] = ended.code
+    except Exception as fault:
+        found[name] = repr(fault)
+print(json.dumps(found), file=sys.stderr)
+"""
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="the simulation needs torch 2.13")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """{card: (folder of the JSON files, what each lesson ended with)}; both cards side by side."""
+    children, found = {}, {}
+    for card in ("npu:0", "npu:1"):
+        folder = tmp_path_factory.mktemp("card")
+        program = CHILD.format(lessons=str(ROOT / "09_flash_attention"), root=str(ROOT),
+                               options=LESSONS, card=card)
+        environment = {**os.environ, "SIMULATED_NPU_CARDS": "2", "OMP_NUM_THREADS": "1",
+                       "PYTHONPATH": str(ROOT / "tests" / "simulated_npu")}
+        children[card] = folder, subprocess.Popen(
+            [sys.executable, "-c", program], cwd=folder, env=environment, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    for card, (folder, child) in children.items():
+        said = child.communicate(timeout=300)[1]
+        found[card] = folder, json.loads(said.splitlines()[-1]), said
+    return found
+
+
+@pytest.mark.parametrize("card", ["npu:0", "npu:1"])
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_runs_on_a_card_and_names_it(lesson, card, ended):
+    folder, codes, said = ended[card]
+    assert codes[lesson] == 0, said
+    written = json.loads((folder / f"{lesson}.json").read_text())
+    assert written["device"].startswith(f"{card} (Ascend910B3") and written["rows"]
+    assert "torch_npu" in written["versions"]
+
+
+def test_every_lesson_is_run():
+    lessons = {path.stem for path in (ROOT / "09_flash_attention").glob("*.py")
+               if "cli.serve(main)" in path.read_text()}
+    assert lessons == set(LESSONS)
