@@ -23,7 +23,7 @@ from common import cli  # first: Ctrl-C is quiet from here on
 from common.device import choose, describe, free_bytes  # before torch: see there
 from common.memory import measure_peak
 from common.report import console, mib, plot_curves, print_table, quotient, track, write_json
-from common.timing import count_launches, ratio, time_in_turn
+from common.timing import count_launches, ratio, square_matmul, time_in_turn
 from cases import VERIFY_CASES, Case, cases_of, dtype_name, parser, verify_cases
 from fused import fused_attention
 from judge import assert_agree, exact, judge
@@ -47,7 +47,7 @@ def standard_attention(Q, K, V, *, causal=False, q_start=None, window=None, scal
     rows = slice(0, visible.Nq)
     cols = visible.key_range(rows)
     K_cols, V_cols = visible.key_block(K, cols), visible.key_block(V, cols)  # [X, Nk, d or dv]
-    S = visible.query_block(rows) @ K_cols.transpose(1, 2) * visible.scale  # [X, G*Nq, Nk]
+    S = visible.row_block(Q, rows) @ K_cols.transpose(1, 2) * visible.scale  # [X, G*Nq, Nk]
     S, V_cols = visible.restrict(S, V_cols, rows, cols)
     if visible.hides:  # the softmax of a row of only -inf is NaN, and so is its gradient
         dead = (S == -math.inf).all(-1, keepdim=True)  # [X, G*Nq, 1]
@@ -96,12 +96,12 @@ def start(visible, rows, V):
     return m, torch.zeros_like(m), m.new_zeros(*shape, V.shape[-1])
 
 
-def score_blocks(visible, K, V, rows, Bc, scratch):
+def score_blocks(visible, Q, K, V, rows, Bc, scratch):
     """Yield cols, S_block [X, G*Br, Bc], V_block [X, Bc, dv] of each tile that `rows` visits.
 
     scratch [X * G*Br * Bc]: every S_block is written there.
     """
-    Q_block = visible.query_block(rows, visible.scale)  # [X, G*Br, d]
+    Q_block = visible.row_block(Q, rows, visible.scale)  # [X, G*Br, d]
     for cols in visible.key_blocks(rows, Bc):
         K_block, V_block = visible.key_block(K, cols), visible.key_block(V, cols)  # [X, Bc, ...]
         shape = (*Q_block.shape[:2], K_block.shape[1])
@@ -144,7 +144,7 @@ def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None
     scratch = Q.new_empty(heads * Br * Bc, dtype=visible.dtype)
     for rows in visible.query_blocks(Br):
         m, l, O_block = start(visible, rows, V)
-        for _, S_block, V_block in score_blocks(visible, K, V, rows, Bc, scratch):
+        for _, S_block, V_block in score_blocks(visible, Q, K, V, rows, Bc, scratch):
             m, l, O_block = online_softmax_step(m, l, O_block, S_block, V_block)
         visible.store(O, rows, O_block.div_(l.masked_fill(l == 0, 1)))  # l = 0: saw no key
         if return_lse:
@@ -279,9 +279,9 @@ def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0):
             for name, call in calls.items():
                 assert_agree(name, call(), expected)
             del expected
-        A = torch.ones(2048, 2048, dtype=case.dtype, device=device)
-        seconds = time_in_turn({**calls, "matmul": lambda A=A: A @ A}, device)
-        matmul_tflops = 2 * 2048**3 / statistics.median(seconds["matmul"]) / 1e12
+        matmul, matmul_flop = square_matmul(case.dtype, device)
+        seconds = time_in_turn({**calls, "matmul": matmul}, device)
+        matmul_tflops = matmul_flop / statistics.median(seconds["matmul"]) / 1e12
         for name in ("standard", "flash", "fused"):
             row = SpeedRow(name, case.shape, *(tile if name == "flash" else (None, None)))
             if name in calls:
@@ -321,7 +321,7 @@ def trace(Q, K, V, Br=2, Bc=2, *, causal=False, scale=None):
     steps, scratch = [], Q.new_empty(Br * Bc)
     for rows in visible.query_blocks(Br):
         m, l, O_block = start(visible, rows, V)
-        for cols, S_block, V_block in score_blocks(visible, K, V, rows, Bc, scratch):
+        for cols, S_block, V_block in score_blocks(visible, Q, K, V, rows, Bc, scratch):
             m_old, scores = m, S_block.clone()
             m, l, O_block = online_softmax_step(m, l, O_block, S_block, V_block)
             correction = torch.exp(m_old - m)

@@ -33,7 +33,7 @@ from cases import VERIFY_CASES, cases_of, dtype_name, parser, verify_cases
 from common.device import choose, describe, free_bytes
 from common.memory import measure_peak
 from common.report import console, mib, print_table, quotient, write_json
-from common.timing import count_launches, ratio, time_in_turn
+from common.timing import count_launches, ratio, square_matmul, time_in_turn
 from judge import assert_agree, exact, judge
 from tiles import choose_tile
 from visible import Visible
@@ -88,29 +88,23 @@ def flash_attention_backward(dO, Q, K, V, O, L, Br=64, Bc=64, **options):
     )
     scratch = Q.new_empty(heads * Br * Bc, dtype=visible.dtype)
     for rows in visible.query_blocks(Br):
-        Q_block = visible.query_block(rows)  # [X, G*Br, d]
-        L_block = row_block(visible, L.unsqueeze(-1), rows)  # [X, G*Br, 1]
+        Q_block = visible.row_block(Q, rows)  # [X, G*Br, d]
+        L_block = visible.row_block(L.unsqueeze(-1), rows)  # [X, G*Br, 1]
         dead = L_block == -math.inf
         L_block = L_block.masked_fill(dead, math.inf)  # P = exp(-inf - inf) = 0, not NaN
-        dO_block = row_block(visible, dO, rows).masked_fill(dead, 0)  # [X, G*Br, dv]
-        D_block = (dO_block * row_block(visible, O, rows)).sum(-1, keepdim=True)  # [X, G*Br, 1]
+        dO_block = visible.row_block(dO, rows).masked_fill(dead, 0)  # [X, G*Br, dv]
+        D_block = (dO_block * visible.row_block(O, rows)).sum(-1, keepdim=True)  # [X, G*Br, 1]
         dQ_block = Q_block.new_zeros(Q_block.shape)
-        for cols, S_block, V_block in score_blocks(visible, K, V, rows, Bc, scratch):
+        for cols, S_block, V_block in score_blocks(visible, Q, K, V, rows, Bc, scratch):
             K_block = visible.key_block(K, cols)  # [X, Bc, d]
             if visible.attn_mask is not None:  # as `restrict` does with V_block
                 unseen = (S_block == -math.inf).all(-2)  # [X, Bc]
                 K_block = K_block.masked_fill(unseen.unsqueeze(-1), 0)
             gradient_step(S_block, Q_block, K_block, V_block, dO_block, L_block, D_block,
-                          dQ_block, dK[:, cols], dV[:, cols])  # fmt: skip
+                          dQ_block, dK[:, cols], dV[:, cols])
         visible.store(dQ, rows, dQ_block.mul_(visible.scale))
     dK.mul_(visible.scale)
     return dQ, dK.to(K.dtype).view(K.shape), dV.to(V.dtype).view(V.shape)
-
-
-def row_block(visible, x, rows):
-    """Return rows of x [..., Nq, ?] in the dtype of the scores, [X, G*Br, ?]."""
-    block = visible.grouped(x)[..., rows, :].to(visible.dtype)  # [..., Hkv, G, Br, ?]
-    return block.reshape(visible.X, visible.G * (rows.stop - rows.start), x.shape[-1])
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -207,9 +201,10 @@ def theory_bytes(name, case, Br, Bc):
     and dO.
 
     standard, in the softmax's backward: P, dP, dS, O and dV; for half types also what the forward
-    kept in another dtype, Q, K and V. flash, in a step: O, L, dQ, dK, dV; tiles of S, dP, dO, dQ,
-    Q * scale, and of Q where it has to be copied; the columns L, D and dead. For half types this is
-    a bound: float32 sums beside dK and dV, and float32 tiles of K (twice) and V.
+    kept in another dtype, Q, K and V, and not what a CPU adds that multiplies them in float32.
+    flash, in a step: O, L, dQ, dK, dV; tiles of S, dP, dO, dQ, Q * scale, and of Q where it has to
+    be copied; the columns L, D and dead. For half types this is a bound: float32 sums beside dK and
+    dV, and float32 tiles of K (twice) and V.
     """
     (*lead, Nq, d), (*kv_lead, Nk, _), (*_, dv) = case.shapes
     heads, kv_heads, width = math.prod(lead), math.prod(kv_lead), case.dtype.itemsize
@@ -247,9 +242,9 @@ def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0):
         if len(calls) == 2:
             for name, *pair in zip(("dQ", "dK", "dV"), calls["flash"](), calls["standard"]()):
                 assert_agree(f"{name} of flash", *pair)
-        A = torch.ones(2048, 2048, dtype=case.dtype, device=device)
-        seconds = time_in_turn({**calls, "matmul": lambda A=A: A @ A}, device)
-        matmul_tflops = 2 * 2048**3 / statistics.median(seconds["matmul"]) / 1e12
+        matmul, matmul_flop = square_matmul(case.dtype, device)
+        seconds = time_in_turn({**calls, "matmul": matmul}, device)
+        matmul_tflops = matmul_flop / statistics.median(seconds["matmul"]) / 1e12
         for name in ("standard", "flash"):
             row = SpeedRow(name, case.shape, *(tile if name == "flash" else (None, None)))
             if name in calls:
@@ -297,7 +292,7 @@ def show_verify(cases, args, device):
          "result"],
         [(r.gradient, r.shape, r.dtype, f"{r.max_diff:.2e}", f"{r.error_flash:.2e}",
           f"{r.error_standard:.2e}", "pass" if r.passed else "FAIL") for r in rows],
-    )  # fmt: skip
+    )
     return rows
 
 
@@ -310,12 +305,12 @@ def show_memory(cases, args, device):
         [(r.name, r.shape, mib(r.peak_bytes), mib(r.theory_bytes),
           "-" if r.peak_bytes is None else f"{r.peak_bytes - r.theory_bytes:+d}",
           quotient(standard[r.shape], r.peak_bytes)) for r in rows],
-    )  # fmt: skip
+    )
     console.print(
         "\nformula = P, dP, dS, O and dV (standard); O, L, dQ, dK, dV, five tiles and three "
-        "columns (flash), for half types a bound. Beyond it stand the 8 bytes of the scale, what a "
-        "window's mask and grouped heads copy, and on a GPU or NPU the allocator's rounding and "
-        "the workspaces of the products."
+        "columns (flash). Beyond it stand the 8 bytes of the scale, what a window's mask, grouped "
+        "heads and half types copy, and on a GPU or NPU the allocator's rounding and the "
+        "workspaces of the products."
     )
     return rows
 
@@ -330,7 +325,7 @@ def show_speed(cases, args, device):
           *(("no room", *"------") if r.seconds is None else (
               f"{r.seconds * 1e3:.4g}", *ratio_cells(r), f"{r.tflops:.3g}",
               f"{r.matmul_share:.0%}", r.launches))) for r in rows],
-    )  # fmt: skip
+    )
     return rows
 
 

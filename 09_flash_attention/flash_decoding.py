@@ -149,8 +149,8 @@ def split_kv_attention(Q, K, V, splits, Br=64, Bc=64, *, causal=False, q_start=N
 
     def side_by_side():
         axis = len(visible.lead)  # where the parts stand: behind the key/value heads
-        Q_parts = visible.Q.unsqueeze(axis)  # [..., 1, G, Nq, d]
-        Q_parts = Q_parts.expand(*visible.lead, splits, *visible.Q.shape[axis:])
+        Q_parts = visible.grouped(Q).unsqueeze(axis)  # [..., 1, G, Nq, d]
+        Q_parts = Q_parts.expand(*visible.lead, splits, *Q_parts.shape[axis + 1 :])
         Q_parts = Q_parts.flatten(axis, axis + 1)  # [..., splits*G, Nq, d]
         K_parts, V_parts = (x[..., start:stop, :].unflatten(-2, (splits, n)) for x in (K, V))
         options = {"scale": visible.scale, "return_lse": True}

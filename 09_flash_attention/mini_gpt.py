@@ -296,7 +296,7 @@ def show_rows(rows):
          "ms a step", "peak of a step, MiB"],
         [(r.name, r.shape, r.steps, *(f"{loss:.4f}" for loss in (r.losses[0], r.losses[-1])),
           f"{r.max_diff:.1e}", f"{r.seconds * 1e3:.4g}", mib(r.peak_bytes)) for r in rows],
-    )  # fmt: skip
+    )
 
 
 def show_sample(training, count=250):
@@ -358,7 +358,7 @@ def main():
     text = Path(args.text).read_text(encoding="utf-8", errors="replace")
     shape = {"N": args.seq_len, "n_layer": args.layers, "n_head": args.heads, "n_embd": args.embd}
     new = partial(Training, text, shape, dict.fromkeys(args.attention), args.batch, device=device,
-                  seed=args.seed)  # fmt: skip
+                  seed=args.seed)
     try:
         training = new()
         if args.checkpoint and Path(args.checkpoint).exists():

@@ -33,7 +33,6 @@ class Visible:
         heads, kv_heads = (Q.shape[-3], K.shape[-3]) if Q.dim() > 3 else (1, 1)
         self.G = heads // kv_heads
         self.Nq, self.Nk = Q.shape[-2], K.shape[-2]
-        self.Q = self.grouped(Q)
         self.scale = 1 / math.sqrt(Q.shape[-1]) if scale is None else scale
         self.dtype = Q.dtype if Q.dtype.itemsize >= 4 else torch.float32  # of m, l, O, the scores
         self.q_start = self.Nk - self.Nq if q_start is None else q_start
@@ -114,11 +113,11 @@ class Visible:
 
     # The tiles themselves
 
-    def query_block(self, rows, scale=None):
-        """Return Q's rows in the dtype of the scores, [X, G*Br, d], times `scale` if given."""
-        Q_block = self.Q[..., rows, :].to(self.dtype)  # [..., Hkv, G, Br, d]
-        Q_block = Q_block if scale is None else Q_block * scale
-        return Q_block.reshape(self.X, self.G * (rows.stop - rows.start), self.Q.shape[-1])
+    def row_block(self, x, rows, scale=None):
+        """Return rows of Q, O or their like in the dtype of the scores, [X, G*Br, ?], scaled."""
+        block = self.grouped(x)[..., rows, :].to(self.dtype)  # [..., Hkv, G, Br, ?]
+        block = block if scale is None else block * scale
+        return block.reshape(self.X, self.G * (rows.stop - rows.start), x.shape[-1])
 
     def key_block(self, x, cols):
         """Return the rows `cols` of K or V in the dtype of the scores, [X, Bc, d]."""

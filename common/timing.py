@@ -3,6 +3,7 @@
 import statistics
 import time
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.device import accelerator, synchronize
@@ -51,6 +52,16 @@ def ratio(numerators, denominators):
     low, median, high = statistics.quantiles(
         (n / d for n, d in zip(numerators, denominators)), n=4, method="inclusive")
     return median, (low, high)
+
+
+def square_matmul(dtype, device, n=2048):
+    """Return (call, FLOPs of a call): the rate that `device` can reach, to compare others with.
+
+    For half types a CPU takes float32: its own products of them can be a hundred times slower.
+    """
+    wide = torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
+    A = torch.ones(n, n, dtype=wide, device=device)
+    return lambda: A @ A, 2 * n**3
 
 
 def count_launches(call):

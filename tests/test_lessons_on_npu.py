@@ -20,7 +20,8 @@ LESSONS = {
     "flash_backward": "--mode all --seq-len 32 --br 16 --bc 8",
     "mini_gpt": "--steps 3 --seq-len 16 --embd 16 --heads 2 --layers 1 --batch 2",
 }
-# One child a card: it loads torch once. Two rounds are timed instead of five or more.
+# One child a card: it loads torch once. Two rounds are timed instead of five or more, and the
+# articles' lengths are cut.
 CHILD = """
 import importlib, json, sys
 sys.path[:0] = [{lessons!r}, {root!r}]
@@ -29,6 +30,7 @@ for name, options in {options!r}.items():
     lesson = importlib.import_module(name)
     import common.timing
     common.timing.MIN_ROUNDS = common.timing.MAX_ROUNDS = 2
+    lesson.MEMORY_N, lesson.SPEED_N = 128, 64
     sys.argv = [name + ".py", "--device", {card!r}, "--json", name + ".json", *options.split()]
     try:
         found[name] = lesson.main() or 0

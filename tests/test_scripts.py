@@ -74,7 +74,7 @@ def test_run_makes_a_venv_once_and_passes_its_arguments_on(play):
 
 
 def test_test_runs_pytest_with_its_arguments(play):
-    assert play("test.sh", "-k", "name")[1][-1] == "-m pytest -k name"
+    assert play("test.sh", "-k", "name")[1][-1] == "-m pytest -n 2 --dist loadfile -k name"
 
 
 @pytest.mark.parametrize("word, step", [("torch", "install torch"), ("-r", "the other packages")])

@@ -88,7 +88,7 @@ def test_causal_lower_right_is_the_default_alignment(attend, Nq, Nk):
 
 
 def onnx_attention(Q, K, V, attn_mask=None, past_key=None, past_value=None, nonpad_kv_seqlen=None,
-                   is_causal=False, scale=None, softcap=0.0, left=-1, right=-1):  # fmt: skip
+                   is_causal=False, scale=None, softcap=0.0, left=-1, right=-1):
     """The operator in numpy, for 4-D inputs [B, H, N, d].
 
     softmax(softcap(Q K^T * scale) + bias) V, a fully masked row 0. Query i of the call stands at
