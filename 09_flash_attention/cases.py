@@ -1,5 +1,7 @@
 """The attention problems that the tools run, and the command line's options that name them."""
 
+import argparse
+import importlib.util
 import math
 from dataclasses import dataclass, replace
 from typing import Optional
@@ -98,12 +100,19 @@ def parser(description, *names):
                        help="how many keys before and after it a query sees; none: all"),
         "seed": dict(type=cli.whole_number(0), default=0, help="of the random inputs (0)"),
         "json": dict(metavar="FILE", help="write the rows there as well"),
-        "plot": dict(metavar="DIR", help="draw what was measured into that folder"),
+        "plot": dict(type=_plot_folder, metavar="DIR",
+                     help="draw what was measured into that folder"),
     }
     options = cli.Parser(description=description)
     for name in names or known:
         options.add_argument(f"--{name}", **known[name])
     return options
+
+
+def _plot_folder(text):
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("it needs matplotlib: pip install matplotlib")
+    return text
 
 
 def _tile(text):

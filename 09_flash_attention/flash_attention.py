@@ -268,30 +268,43 @@ def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0):
     """
     device, rows = torch.device(device), []
     for case in cases:
-        inputs = case.inputs(device, seed)
-        pairs = Visible(*inputs, **case.masks).kept_pairs() * math.prod(case.shapes[0][:-2])
-        flop = 2 * pairs * (case.shapes[0][-1] + case.shapes[2][-1])
-        room, tile = free_bytes(device), case.tile(Br, Bc, device)
-        calls = {name: call for name, call in _candidates(case, inputs, *tile).items()
+        inputs, tile = case.inputs(device, seed), case.tile(Br, Bc, device)
+        candidates = _candidates(case, inputs, *tile)
+        room = free_bytes(device)
+        calls = {name: call for name, call in candidates.items()
                  if theory_bytes(name, case, *tile) < room}
         if "standard" in calls:
             expected = calls["standard"]()
             for name, call in calls.items():
                 assert_agree(name, call(), expected)
             del expected
-        matmul, matmul_flop = square_matmul(case.dtype, device)
-        seconds = time_in_turn({**calls, "matmul": matmul}, device)
-        matmul_tflops = matmul_flop / statistics.median(seconds["matmul"]) / 1e12
-        for name in ("standard", "flash", "fused"):
-            row = SpeedRow(name, case.shape, *(tile if name == "flash" else (None, None)))
-            if name in calls:
-                row.seconds = statistics.median(seconds[name])
-                row.tflops = flop / row.seconds / 1e12
-                row.matmul_share = row.tflops / matmul_tflops
-                row.launches = count_launches(calls[name])
-            if name in calls and "standard" in calls:
-                row.ratio_to_standard, row.ratio_spread = ratio(seconds["standard"], seconds[name])
-            rows.append(row)
+        rows += speed_rows(case, candidates, calls, tile, kept_flop(case), device)
+    return rows
+
+
+def kept_flop(case):
+    """Return the FLOPs of Q K^T and P V over the score pairs that causal and window keep."""
+    shapes = case.shapes
+    pairs = Visible(*(torch.empty(s, device="meta") for s in shapes), **case.masks).kept_pairs()
+    return 2 * pairs * math.prod(shapes[0][:-2]) * (shapes[0][-1] + shapes[2][-1])
+
+
+def speed_rows(case, names, calls, tile, flop, device):
+    """Time `calls` in turn, beside a large matmul; return a SpeedRow for each of `names`."""
+    matmul, matmul_flop = square_matmul(case.dtype, device)
+    seconds = time_in_turn({**calls, "matmul": matmul}, device)
+    matmul_tflops = matmul_flop / statistics.median(seconds["matmul"]) / 1e12
+    rows = []
+    for name in names:
+        row = SpeedRow(name, case.shape, *(tile if name == "flash" else (None, None)))
+        if name in calls:
+            row.seconds = statistics.median(seconds[name])
+            row.tflops = flop / row.seconds / 1e12
+            row.matmul_share = row.tflops / matmul_tflops
+            row.launches = count_launches(calls[name])
+        if name in calls and "standard" in calls:
+            row.ratio_to_standard, row.ratio_spread = ratio(seconds["standard"], seconds[name])
+        rows.append(row)
     return rows
 
 
@@ -375,25 +388,25 @@ def show_memory(cases, args, device):
 
 def show_speed(cases, args, device):
     rows = run("speed", benchmark_speed, cases, args, device)
-    print_table(
-        "Speed: median of calls in turn",
-        ["name", "Q (K V)", "ms", "times as fast as standard", "quartiles", "TFLOP/s", "of matmul",
-         "launches"],
-        [(f"{r.name} {r.Br}x{r.Bc}" if r.Br else r.name, r.shape,
-          *(("no room", *"------") if r.seconds is None else (
-              f"{r.seconds * 1e3:.4g}", *ratio_cells(r), f"{r.tflops:.3g}",
-              f"{r.matmul_share:.0%}", r.launches))) for r in rows])
+    print_speed("Speed: median of calls in turn", rows)
     if len(cases) > 1:
         console.print("\ntime grows as N to the power of: " + ", ".join(
             f"{name} {exponent:.2f}" for name, exponent in fitted_exponents(cases, rows).items()))
     return rows
 
 
-def ratio_cells(row):
-    """Return a SpeedRow's ratio to standard and its quartiles as two cells."""
-    if row.ratio_to_standard is None:
-        return "-", "-"
-    return f"{row.ratio_to_standard:.3g}", "{:.3g} to {:.3g}".format(*row.ratio_spread)
+def print_speed(title, rows):
+    cells = []
+    for r in rows:
+        name = f"{r.name} {r.Br}x{r.Bc}" if r.Br else r.name
+        if r.seconds is None:
+            cells.append((name, r.shape, "no room", *"-----"))
+            continue
+        spread = "{:.3g} to {:.3g}".format(*r.ratio_spread) if r.ratio_spread else "-"
+        cells.append((name, r.shape, f"{r.seconds * 1e3:.4g}", quotient(r.ratio_to_standard, 1),
+                      spread, f"{r.tflops:.3g}", f"{r.matmul_share:.0%}", r.launches))
+    print_table(title, ["name", "Q (K V)", "ms", "times as fast as standard", "quartiles",
+                        "TFLOP/s", "of matmul", "launches"], cells)
 
 
 def fitted_exponents(cases, rows):
@@ -435,7 +448,7 @@ def print_trace(title, steps):
                   f"{r.correction:.3f}", f"{r.l:.3f}") for r in steps])
 
 
-def plot(rows, folder, where, what="one attention call", prefix=""):
+def plot(rows, folder, where, what, prefix):
     """Draw what was measured over N: memory.png and speed.png, with the prefix before them."""
     drawings = {"memory": ("peak memory (MiB)", "peak_bytes", 2**20),
                 "speed": ("time (ms)", "seconds", 1e-3)}
@@ -455,20 +468,29 @@ SHOW = {"trace": show_trace, "verify": show_verify, "memory": show_memory, "spee
 
 
 def main():
-    options = parser(__doc__.splitlines()[0])
-    options.add_argument("--mode", choices=[*SHOW, "all"], default="verify", help="(verify)")
+    return command_line(__doc__.splitlines()[0], SHOW, "one attention call")
+
+
+def command_line(description, show, what, prefix=""):
+    """Run the modes that the command line asks for; return 0, or 1 where a comparison failed.
+
+    show: {mode: function of (cases, args, device) that prints and returns rows}. what, prefix: as
+    in `plot`.
+    """
+    options = parser(description)
+    options.add_argument("--mode", choices=[*show, "all"], default="verify", help="(verify)")
     args = options.parse_args()
     device = choose(args.device)
     cases, suite = cases_of(args, options, device), verify_cases(args, options, device)
     console.print(f"device: {describe(device)}")
     rows = []
-    for mode in SHOW if args.mode == "all" else [args.mode]:
-        shown = SHOW[mode](suite if mode == "verify" else cases, args, device)
+    for mode in show if args.mode == "all" else [args.mode]:
+        shown = show[mode](suite if mode == "verify" else cases, args, device)
         rows += [(mode, row) for row in shown]
     if args.json:
         write_json(args.json, device, rows)
     if args.plot:
-        plot(rows, Path(args.plot), f"{device}, tiles {args.br}x{args.bc}")
+        plot(rows, Path(args.plot), f"{device}, tiles {args.br}x{args.bc}", what, prefix)
     return 0 if all(row.passed for mode, row in rows if mode == "verify") else 1
 
 

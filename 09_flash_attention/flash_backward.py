@@ -11,29 +11,27 @@ Algorithm 2; FlashAttention (arXiv 2205.14135), appendix B.2.
 """
 
 import math
-import statistics
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from flash_attention import (  # first: finds `common`
     MemoryRow,
-    SpeedRow,
     VerifyRow,
-    ratio_cells,
     cli,
+    command_line,
     exp_,
     flash_attention_forward,
-    plot,
+    kept_flop,
+    print_speed,
     run,
     score_blocks,
+    speed_rows,
     standard_attention,
 )
-from cases import VERIFY_CASES, cases_of, dtype_name, parser, verify_cases
-from common.device import choose, describe, free_bytes
+from cases import VERIFY_CASES, dtype_name
+from common.device import free_bytes
 from common.memory import measure_peak
-from common.report import console, mib, print_table, quotient, write_json
-from common.timing import count_launches, ratio, square_matmul, time_in_turn
+from common.report import console, mib, print_table, quotient
 from judge import assert_agree, exact, judge
 from tiles import choose_tile
 from visible import Visible
@@ -230,31 +228,15 @@ def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0):
     """
     device, rows = torch.device(device), []
     for case in cases:
-        inputs = with_dO(case, device, seed)
-        pairs = Visible(*inputs[:3], **case.masks).kept_pairs() * math.prod(case.shapes[0][:-2])
-        flop = 3.5 * 2 * pairs * (case.shapes[0][-1] + case.shapes[2][-1])
-        room, tile = free_bytes(device), case.tile(Br, Bc, device)
-        calls = {
-            name: call
-            for name, call in candidates(case, inputs, *tile).items()
-            if theory_bytes(name, case, *tile) < room
-        }
+        inputs, tile = with_dO(case, device, seed), case.tile(Br, Bc, device)
+        found = candidates(case, inputs, *tile)
+        room = free_bytes(device)
+        calls = {name: call for name, call in found.items()
+                 if theory_bytes(name, case, *tile) < room}
         if len(calls) == 2:
             for name, *pair in zip(("dQ", "dK", "dV"), calls["flash"](), calls["standard"]()):
                 assert_agree(f"{name} of flash", *pair)
-        matmul, matmul_flop = square_matmul(case.dtype, device)
-        seconds = time_in_turn({**calls, "matmul": matmul}, device)
-        matmul_tflops = matmul_flop / statistics.median(seconds["matmul"]) / 1e12
-        for name in ("standard", "flash"):
-            row = SpeedRow(name, case.shape, *(tile if name == "flash" else (None, None)))
-            if name in calls:
-                row.seconds = statistics.median(seconds[name])
-                row.tflops = flop / row.seconds / 1e12
-                row.matmul_share = row.tflops / matmul_tflops
-                row.launches = count_launches(calls[name])
-            if len(calls) == 2:
-                row.ratio_to_standard, row.ratio_spread = ratio(seconds["standard"], seconds[name])
-            rows.append(row)
+        rows += speed_rows(case, found, calls, tile, 3.5 * kept_flop(case), device)
     return rows
 
 
@@ -317,15 +299,7 @@ def show_memory(cases, args, device):
 
 def show_speed(cases, args, device):
     rows = run("speed", benchmark_speed, cases, args, device)
-    print_table(
-        "Speed: median of a forward and a backward in turn",
-        ["name", "Q (K V)", "ms", "times as fast as standard", "quartiles", "TFLOP/s", "of matmul",
-         "launches"],
-        [(f"{r.name} {r.Br}x{r.Bc}" if r.Br else r.name, r.shape,
-          *(("no room", *"------") if r.seconds is None else (
-              f"{r.seconds * 1e3:.4g}", *ratio_cells(r), f"{r.tflops:.3g}",
-              f"{r.matmul_share:.0%}", r.launches))) for r in rows],
-    )
+    print_speed("Speed: median of a forward and a backward in turn", rows)
     return rows
 
 
@@ -333,22 +307,7 @@ SHOW = {"verify": show_verify, "memory": show_memory, "speed": show_speed}
 
 
 def main():
-    options = parser(__doc__.splitlines()[0])
-    options.add_argument("--mode", choices=[*SHOW, "all"], default="verify", help="(verify)")
-    args = options.parse_args()
-    device = choose(args.device)
-    cases, suite = cases_of(args, options, device), verify_cases(args, options, device)
-    console.print(f"device: {describe(device)}")
-    rows = []
-    for mode in SHOW if args.mode == "all" else [args.mode]:
-        shown = SHOW[mode](suite if mode == "verify" else cases, args, device)
-        rows += [(mode, row) for row in shown]
-    if args.json:
-        write_json(args.json, device, rows)
-    if args.plot:
-        where = f"{device}, tiles {args.br}x{args.bc}"
-        plot(rows, Path(args.plot), where, "a forward and a backward", "backward_")
-    return 0 if all(row.passed for mode, row in rows if mode == "verify") else 1
+    return command_line(__doc__.splitlines()[0], SHOW, "a forward and a backward", "backward_")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from flash_attention import cli, flash_attention_forward, standard_attention  # 
 from cases import cases_of, dtype_name, parser
 from judge import judge
 from common.device import choose, describe
-from common.report import console, print_table, track, whole_file, write_json
+from common.report import console, plotted, print_table, track, write_json
 from visible import Visible
 
 import torch
@@ -227,22 +227,14 @@ def drawings(N=32, tile=4):
 
 def plot(path, N=64, heads=4):
     """Draw `weights` of head 0, a panel for each variant, into the file `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, 4, figsize=(9, 5), layout="constrained")
-    for panel in axes.flat:
-        panel.set_axis_off()
-    for name, panel in zip(VARIANTS, axes.flat):
-        panel.imshow(weights(name, N, heads)[0].numpy(), cmap="Blues", vmin=0, vmax=1)
-        panel.set(title=name, xticks=[], yticks=[])
-        panel.set_axis_on()
-    figure.suptitle(f"What each of {N} queries sees: rows are queries, columns keys")
-    with whole_file(path) as part:
-        figure.savefig(part, dpi=120)
-    plt.close(figure)
+    with plotted(path, 2, 4, figsize=(9, 5)) as axes:
+        for panel in axes.flat:
+            panel.set_axis_off()
+        for name, panel in zip(VARIANTS, axes.flat):
+            panel.imshow(weights(name, N, heads)[0].numpy(), cmap="Blues", vmin=0, vmax=1)
+            panel.set(title=name, xticks=[], yticks=[])
+            panel.set_axis_on()
+        axes[0, 0].figure.suptitle(f"What each of {N} queries sees: rows are queries, columns keys")
 
 
 def main():

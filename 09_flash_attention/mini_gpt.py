@@ -23,7 +23,9 @@ from cross_reference import ATTENTION, CausalSelfAttention
 from flash_decoding import KVCache
 from common.device import choose, describe
 from common.memory import measure_peak
-from common.report import console, mib, print_table, progress, whole_file, write_json
+from common.report import (
+    console, mib, plotted, print_table, progress, whole_file, write_json,
+)
 from common.timing import time_call
 
 import torch
@@ -318,24 +320,14 @@ def show_sample(training, count=250):
 
 def plot(rows, path):
     """Draw the loss curves over each other, and below how far each is from the first."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (above, below) = plt.subplots(
-        2, 1, sharex=True, figsize=(7, 5), height_ratios=(3, 1), layout="constrained"
-    )
-    for row, style in zip(rows, ("-", "--")):
-        above.plot(row.losses, style, label=row.name)
-    for row in rows[1:]:
-        below.plot([abs(a - b) for a, b in zip(row.losses, rows[0].losses)], color="grey")
-    above.set(ylabel="loss", title=f"Training with each attention ({rows[0].shape})")
-    below.set(ylabel="difference", xlabel="step", yscale="log")
-    above.legend()
-    with whole_file(path) as part:
-        figure.savefig(part, dpi=120)
-    plt.close(figure)
+    with plotted(path, 2, 1, sharex=True, figsize=(7, 5), height_ratios=(3, 1)) as (above, below):
+        for row, style in zip(rows, ("-", "--", ":")):
+            above.plot(row.losses, style, label=row.name)
+        for row in rows[1:]:
+            below.plot([abs(a - b) for a, b in zip(row.losses, rows[0].losses)], color="grey")
+        above.set(ylabel="loss", title=f"Training with each attention ({rows[0].shape})")
+        below.set(ylabel="difference", xlabel="step", yscale="log")
+        above.legend()
 
 
 def main():

@@ -93,32 +93,40 @@ def whole_file(path):
         part.unlink(missing_ok=True)
 
 
-def plot_curves(path, title, ylabel, curves, guides):
-    """Draw curves over the sequence length N, both axes logarithmic, and write them to `path`.
-
-    curves: {label: [(N, value), ...]}. guides: {label: (exponent, curve that it runs along)}.
-    """
+@contextlib.contextmanager
+def plotted(path, *shape, **options):
+    """Yield the axes of a new figure (plt.subplots(*shape, **options)); then write it to `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for label, points in curves.items():
-        axes.plot(*zip(*points), marker="o", label=label)
-    for (label, (exponent, beside)), style in zip(guides.items(), ("--", ":")):
-        (first, _), (last, value) = curves[beside][0], curves[beside][-1]
-        value *= 1.5  # beside its curve, not on it
-        ends = [value * (first / last) ** exponent, value]
-        axes.plot([first, last], ends, style, color="grey", label=label)
-    lengths = sorted({n for points in curves.values() for n, _ in points})
-    axes.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel=ylabel, title=title)
-    axes.set_xticks(lengths, [str(n) for n in lengths], minor=False)
-    axes.set_xticks([], minor=True)
-    axes.legend()
-    with whole_file(path) as part:
-        figure.savefig(part, dpi=120)
-    plt.close(figure)
+    figure, axes = plt.subplots(*shape, layout="constrained", **options)
+    try:
+        yield axes
+        with whole_file(path) as part:
+            figure.savefig(part, dpi=120)
+    finally:
+        plt.close(figure)
+
+
+def plot_curves(path, title, ylabel, curves, guides):
+    """Draw curves over the sequence length N, both axes logarithmic, and write them to `path`.
+
+    curves: {label: [(N, value), ...]}. guides: {label: (exponent, curve that it runs along)}.
+    """
+    with plotted(path, figsize=(7, 4.5)) as axes:
+        for label, points in curves.items():
+            axes.plot(*zip(*points), marker="o", label=label)
+        for (label, (exponent, beside)), style in zip(guides.items(), ("--", ":")):
+            if beside in curves:
+                (first, _), (last, value) = curves[beside][0], curves[beside][-1]
+                value *= 1.5  # beside its curve, not on it
+                ends = [value * (first / last) ** exponent, value]
+                axes.plot([first, last], ends, style, color="grey", label=label)
+        _logarithmic(axes, {n for points in curves.values() for n, _ in points})
+        axes.set(xlabel="sequence length N", ylabel=ylabel, title=title)
+        axes.legend()
 
 
 def plot_sizes(path, title, sizes, chosen, levels):
@@ -126,20 +134,17 @@ def plot_sizes(path, title, sizes, chosen, levels):
 
     sizes: [(size, ms), ...]; chosen: one such point, marked; levels: {label: ms}, lines across.
     """
-    import matplotlib
+    with plotted(path, figsize=(7, 4.5)) as axes:
+        axes.plot(*zip(*sizes), marker="o", label="flash, square tiles")
+        axes.plot(*chosen, marker="*", markersize=16, linestyle="", label="flash, auto")
+        for (label, value), style in zip(levels.items(), ("--", ":")):
+            axes.axhline(value, linestyle=style, color="grey", label=label)
+        _logarithmic(axes, {size for size, _ in sizes})
+        axes.set(xlabel="tile size", ylabel="time (ms)", title=title)
+        axes.legend()
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    axes.plot(*zip(*sizes), marker="o", label="flash, square tiles")
-    axes.plot(*chosen, marker="*", markersize=16, linestyle="", label="flash, auto")
-    for (label, value), style in zip(levels.items(), ("--", ":")):
-        axes.axhline(value, linestyle=style, color="grey", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="tile size", ylabel="time (ms)", title=title)
-    axes.set_xticks([size for size, _ in sizes], [str(size) for size, _ in sizes], minor=False)
+def _logarithmic(axes, ticks):
+    axes.set(xscale="log", yscale="log")
+    axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)], minor=False)
     axes.set_xticks([], minor=True)
-    axes.legend()
-    with whole_file(path) as part:
-        figure.savefig(part, dpi=120)
-    plt.close(figure)

@@ -182,6 +182,15 @@ def test_options_shape_the_cases(monkeypatch, capsys):
     assert re.search(r"2x4x40x24 2x2x40x24 2x2x40x24 \| +bfloat16 .* pass", shown)
 
 
+def test_a_plot_without_matplotlib_is_refused_before_any_work(monkeypatch, capsys):
+    monkeypatch.setattr(cases.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["flash_attention.py", "--plot", "figures"])
+    with pytest.raises(SystemExit) as ended:
+        flash_attention.main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == "" and "pip install matplotlib" in said.err
+
+
 def test_it_runs_from_its_own_folder():
     done = subprocess.run([sys.executable, "flash_attention.py", "--seq-len", "16"],
                           cwd=SCRIPT.parent, capture_output=True, text=True, timeout=60)
