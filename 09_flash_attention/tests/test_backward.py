@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import flash_attention
+import flash_attention as forward
 import flash_backward
 import pytest
 import torch
@@ -368,7 +368,7 @@ def test_verify_passes_and_notices_a_wrong_gradient(monkeypatch):
 
 def test_flops_are_three_and_a_half_times_those_of_the_forward(monkeypatch):
     monkeypatch.setattr(
-        flash_attention, "time_in_turn", lambda calls, device: {name: [2.0] * 3 for name in calls}
+        forward, "time_in_turn", lambda calls, device: {name: [2.0] * 3 for name in calls}
     )
     for case, pairs in ((Case(64, batch=2), 2 * 64 * 64), (Case(64, causal=True), 64 * 65 / 2)):
         for row in benchmark_speed([case], 32, 32):
@@ -377,8 +377,8 @@ def test_flops_are_three_and_a_half_times_those_of_the_forward(monkeypatch):
 
 
 def quick(monkeypatch):
-    in_turn = partial(flash_attention.time_in_turn, budget=0)
-    monkeypatch.setattr(flash_attention, "time_in_turn", in_turn)
+    in_turn = partial(forward.time_in_turn, budget=0)
+    monkeypatch.setattr(forward, "time_in_turn", in_turn)
 
 
 def test_what_has_no_room_is_not_run(monkeypatch):
