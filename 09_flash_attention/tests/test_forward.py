@@ -149,7 +149,7 @@ def test_inputs_are_left_as_they_were(attend):
 
 
 @BOTH
-@pytest.mark.parametrize("factor", [1e3, 1e-20])
+@pytest.mark.parametrize("factor", [1e3, 1e-160])  # whose products are denormal
 def test_huge_and_tiny_inputs_stay_finite_and_right(attend, factor):
     Q, K, V = (x * factor for x in inputs(dtype=torch.float64))
     O = attend(Q, K, V)
