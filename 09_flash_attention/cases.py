@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Optional
 
 from common import cli
+from common.device import free_bytes
 
 import torch
 
@@ -99,7 +100,7 @@ def parser(description, *names):
         "window": dict(type=_reach, nargs=2, metavar=("LEFT", "RIGHT"),
                        help="how many keys before and after it a query sees; none: all"),
         "seed": dict(type=cli.whole_number(0), default=0, help="of the random inputs (0)"),
-        "json": dict(metavar="FILE", help="write the rows there as well"),
+        "json": dict(type=cli.file_to_write, metavar="FILE", help="write the rows there as well"),
         "plot": dict(type=_plot_folder, metavar="DIR",
                      help="draw what was measured into that folder"),
     }
@@ -112,7 +113,7 @@ def parser(description, *names):
 def _plot_folder(text):
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("it needs matplotlib: pip install matplotlib")
-    return text
+    return cli.folder_to_write(text)
 
 
 def _tile(text):
@@ -132,7 +133,13 @@ def cases_of(args, options, device, lengths=(512, 1024, 2048, 4096)):
                       f"got {kv_heads} of {heads}")
     if shape.get("dtype") == torch.float64 and device.type == "npu":
         options.error("argument --dtype: the NPU takes no float64, it has no float64 matmul")
-    return [Case(N, **shape, **_masks(args)) for N in args.seq_len or lengths]
+    cases = [Case(N, **shape, **_masks(args)) for N in dict.fromkeys(args.seq_len or lengths)]
+    for case in cases:
+        need, room = 2 * 4 * sum(map(math.prod, case.shapes)), free_bytes(torch.device("cpu"))
+        if need > room:  # they are drawn in float32 and then converted
+            options.error(f"Q, K and V of {case.shape} need {need / 2**30:.0f} GiB, "
+                          f"{room / 2**30:.0f} GiB are free")
+    return cases
 
 
 def verify_cases(args, options, device):

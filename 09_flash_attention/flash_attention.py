@@ -107,7 +107,9 @@ def score_blocks(visible, Q, K, V, rows, Bc, scratch):
         shape = (*Q_block.shape[:2], K_block.shape[1])
         S_block = scratch[: math.prod(shape)].view(shape)
         torch.bmm(Q_block, K_block.transpose(1, 2), out=S_block)
-        yield (cols, *visible.restrict(S_block, V_block, rows, cols))
+        S_block, V_block = visible.restrict(S_block, V_block, rows, cols)
+        _refuse_gradients(score_mod=S_block)
+        yield cols, S_block, V_block
 
 
 def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None, window=None,
@@ -136,7 +138,7 @@ def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None
     Source: FlashAttention-2, Algorithm 1: query blocks outside, key blocks inside.
     """
     visible = Visible(Q, K, V, causal, q_start, window, scale, attn_mask, score_mod)
-    _refuse_gradients(Q=Q, K=K, V=V)
+    _refuse_gradients(Q=Q, K=K, V=V, attn_mask=attn_mask)
     heads, dv = Q.shape[:-2].numel(), V.shape[-1]
     Br, Bc = choose_tile(Br, Bc, heads, visible.Nq, visible.Nk, dv, Q.dtype, Q.device.type)
     O = Q.new_empty(*Q.shape[:-1], dv)
@@ -154,7 +156,7 @@ def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None
 
 def _refuse_gradients(**inputs):
     for name, tensor in inputs.items():
-        if tensor.requires_grad and torch.is_grad_enabled():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} wants a gradient, got requires_grad=True: this is the "
                              "forward alone, call it under torch.no_grad()")
 
@@ -178,10 +180,16 @@ class VerifyRow:
 def compare_and_verify(cases=VERIFY_CASES, Br=64, Bc=64, *, device="cpu", seed=0):
     """Compare flash with standard attention, and both with float64 on the CPU: a VerifyRow a case.
 
-    `judge.py` says when a case passes: flash's error is at most twice standard's.
+    `judge.py` says when a case passes: flash's error is at most twice standard's. Raises Refused
+    where the score matrices of the two references don't fit into memory.
     """
     rows = []
     for case in cases:
+        (*lead, Nq, _), (*_, Nk, _), _ = case.shapes
+        need, room = 3 * 8 * math.prod(lead) * Nq * Nk, free_bytes(torch.device("cpu"))
+        if need > room:
+            raise cli.Refused(f"verify {case.shape} needs {need / 2**30:.0f} GiB for float64 on "
+                              f"the CPU, {room / 2**30:.0f} GiB are free: take a smaller one")
         Q, K, V = case.inputs(device, seed)
         flash = flash_attention_forward(Q, K, V, Br, Bc, **case.masks)
         standard = standard_attention(Q, K, V, **case.masks)
@@ -211,7 +219,11 @@ def profile_memory(cases, Br=64, Bc=64, *, device="cpu", seed=0):
         tile = case.tile(Br, Bc, device)
         for name, call in _candidates(case, case.inputs(device, seed), *tile).items():
             theory, peak = theory_bytes(name, case, *tile), (None, None)
-            if theory < free_bytes(device):
+            need = theory
+            if device.type == "cpu" and name == "flash":
+                tiles = math.ceil(case.Nq / tile[0]) * math.ceil(case.shapes[1][-2] / tile[1])
+                need += tiles * 2**17  # the profiler's events: 100 KiB a tile
+            if need < free_bytes(device):
                 if device.type != "cpu":
                     call()  # an accelerator's workspaces are allocated in the first call
                 peak = measure_peak(call, device)
@@ -389,7 +401,7 @@ def show_memory(cases, args, device):
 def show_speed(cases, args, device):
     rows = run("speed", benchmark_speed, cases, args, device)
     print_speed("Speed: median of calls in turn", rows)
-    if len(cases) > 1:
+    if len({case.Nq for case in cases}) > 1:
         console.print("\ntime grows as N to the power of: " + ", ".join(
             f"{name} {exponent:.2f}" for name, exponent in fitted_exponents(cases, rows).items()))
     return rows

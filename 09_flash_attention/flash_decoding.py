@@ -11,6 +11,7 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
 
 import math
+import numbers
 import statistics
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,8 +98,10 @@ def merge(O_parts, L_parts):
     exp(L_p) = sum_j exp(s_j). So the sums of all keys are sums over the parts of exp(L_p) O_p and
     exp(L_p):
 
-        L = log sum_p exp(L_p)        O = sum_p exp(L_p - L) O_p
+        L = log sum_p exp(L_p)        O = sum_p exp(L_p) O_p / sum_p exp(L_p)
 
+    with the largest L_p taken off every exponent, and the weights divided by their own sum: for
+    large scores exp(L_p - L) would not sum to 1, since L is rounded.
     Sums do not care for order or grouping, so neither does the merge. A part that saw no key is
     (0, -inf) and weighs exp(-inf) = 0; of none but such, or of no part at all, comes (0, -inf).
     Raises ValueError for shapes that do not fit, TypeError for dtypes that are not floating point.
@@ -110,7 +113,12 @@ def merge(O_parts, L_parts):
         shapes = f"got O_parts {tuple(O_parts.shape)}, L_parts {tuple(L_parts.shape)}"
         raise ValueError(f"O_parts must be [P, ..., Nq, dv] and L_parts [P, ..., Nq], {shapes}")
     L = torch.logsumexp(L_parts, dim=0)  # [..., Nq]
-    weight = torch.exp(L_parts - L.masked_fill(L == -math.inf, 0))  # -inf - -inf would be NaN
+    if not len(L_parts):
+        return O_parts.new_zeros(O_parts.shape[1:]), L
+    m = L_parts.amax(dim=0)  # [..., Nq]
+    weight = torch.exp(L_parts - m.masked_fill(m == -math.inf, 0))  # -inf - -inf would be NaN
+    l = weight.sum(dim=0)
+    weight = weight / l.masked_fill(l == 0, 1)  # [P, ..., Nq]
     O = (weight.unsqueeze(-1) * O_parts).sum(dim=0)  # [P, ..., Nq, dv] -> [..., Nq, dv]
     return O.to(O_parts.dtype), L
 
@@ -130,7 +138,7 @@ def split_kv_attention(Q, K, V, splits, Br=64, Bc=64, *, causal=False, q_start=N
     are split so, for then the parts need no mask. What is left, less than Nq keys at each end and
     less than `splits` that do not divide, is a part by itself at each end.
     """
-    if not isinstance(splits, int) or isinstance(splits, bool) or splits < 1:
+    if not isinstance(splits, numbers.Integral) or isinstance(splits, bool) or splits < 1:
         raise ValueError(f"splits must be a whole number of at least 1, got {splits!r}")
     visible = Visible(Q, K, V, causal, q_start, window, scale)
     seen = visible.key_range(slice(0, visible.Nq))  # by some query

@@ -15,8 +15,8 @@ def fused_attention(Q, K, V, *, causal=False, window=None, scale=None):
     Shapes, `causal`, `window`, `scale` and errors as in `flash_attention_forward`.
     """
     visible = Visible(Q, K, V, causal, None, window, scale)
-    heads = [x.reshape(-1, *(x.shape[-3:] if x.dim() > 3 else (1, *x.shape[-2:])))
-             for x in (Q, K, V)]  # [B, H, N, d]
+    heads = [x.reshape(x.shape[:-3].numel(), *x.shape[-3:]) if x.dim() > 3
+             else x.reshape(x.shape[:-2].numel(), 1, *x.shape[-2:]) for x in (Q, K, V)]
     fused = _on_npu if Q.device.type == "npu" else _sdpa
     return fused(visible, *heads).reshape(*Q.shape[:-1], V.shape[-1])
 

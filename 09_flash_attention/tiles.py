@@ -1,6 +1,7 @@
 """How large a tile is: given by the caller, or chosen from the shapes, the dtype and the device."""
 
 import math
+import numbers
 
 AUTO = "auto"
 
@@ -18,8 +19,10 @@ def choose_tile(Br, Bc, heads, Nq, Nk, dv, dtype, device_type):
     Raises ValueError for anything but 'auto' and a whole number of at least 1.
     """
     for name, size in (("Br", Br), ("Bc", Bc)):
-        if size != AUTO and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        whole = isinstance(size, numbers.Integral) and not isinstance(size, bool) and size >= 1
+        if size != AUTO and not whole:
             raise ValueError(f"{name} must be 'auto' or a whole number of at least 1, got {size!r}")
+    Br, Bc = (size if size == AUTO else int(size) for size in (Br, Bc))
     budget = SCORES_BYTES
     if device_type != "cpu":
         budget = max(budget, TIMES_THE_RESULT * heads * Nq * dv * dtype.itemsize)

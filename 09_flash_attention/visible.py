@@ -31,14 +31,15 @@ class Visible:
         self.lead = K.shape[:-2]  # [B, Hkv], or whatever stands before N
         self.X = self.lead.numel()
         heads, kv_heads = (Q.shape[-3], K.shape[-3]) if Q.dim() > 3 else (1, 1)
-        self.G = heads // kv_heads
+        self.G = heads // kv_heads if kv_heads else 1
         self.Nq, self.Nk = Q.shape[-2], K.shape[-2]
-        self.scale = 1 / math.sqrt(Q.shape[-1]) if scale is None else scale
+        self.scale = 1 / math.sqrt(Q.shape[-1]) if scale is None else float(scale)
         self.dtype = Q.dtype if Q.dtype.itemsize >= 4 else torch.float32  # of m, l, O, the scores
-        self.q_start = self.Nk - self.Nq if q_start is None else q_start
+        self.q_start = self.Nk - self.Nq if q_start is None else int(q_start)
         # Query i sees the keys from q_start + i - left to q_start + i + right.
         unbounded = self.Nq + self.Nk + abs(self.q_start)
-        self.left, self.right = (unbounded if w is None else w for w in window or (None, None))
+        self.left, self.right = (
+            unbounded if w is None else int(w) for w in window or (None, None))
         if causal:
             self.right = min(self.right, 0)
         self.is_causal = self.right == 0 and self.left == unbounded
@@ -157,18 +158,22 @@ class Visible:
             return S_block
         first = self.q_start + rows.start - cols.start  # row 0 of the tile stands at this column
         shape = (rows.stop - rows.start, cols.stop - cols.start)
+        S = S_block.view(self.X, self.G, *shape)
+        # 0 where hidden, were it NaN before; in place unless autograd would keep copies for that.
+        tril, triu = (torch.tril, torch.triu) if S.requires_grad else (
+            torch.Tensor.tril_, torch.Tensor.triu_)
+        S = triu(tril(S, first + self.right), first - self.left)
         hidden = S_block.new_full(shape, -math.inf).triu_(first + self.right + 1)  # 0 where seen
         if cols.start < self.q_start + rows.stop - 1 - self.left:
             hidden += S_block.new_full(shape, -math.inf).tril_(first - self.left - 1)
-        S_block.view(self.X, self.G, *shape).add_(hidden)
-        return S_block
+        return S.add_(hidden).view(S_block.shape)
 
     def _mask_tile(self, rows, cols):
         """Return attn_mask's tile: what it adds, or None, and what it keeps [..., Br|1, Bc|1]."""
         tile = self.attn_mask
         tile = tile if tile.shape[-2] == 1 else tile[..., rows, :]
         tile = tile if tile.shape[-1] == 1 else tile[..., cols]
-        return (None, tile) if tile.dtype == torch.bool else (tile, tile > -math.inf)
+        return (None, tile) if tile.dtype == torch.bool else (tile, tile != -math.inf)
 
 
 def _check(Q, K, V, q_start, window, scale, attn_mask, score_mod):
@@ -185,17 +190,18 @@ def _check(Q, K, V, q_start, window, scale, attn_mask, score_mod):
         raise ValueError(f"Q and K must have the same last dimension d >= 1, {shapes}")
     if K.shape[:-1] != V.shape[:-1]:
         raise ValueError(f"K and V must agree in all but the last dimension, {shapes}")
-    grouped = (Q.dim() > 3 and Q.shape[:-3] == K.shape[:-3] and K.shape[-3] > 0
+    grouped = (Q.dim() > 3 and Q.shape[:-3] == K.shape[:-3] and min(Q.shape[-3], K.shape[-3]) > 0
                and Q.shape[-3] % K.shape[-3] == 0)
     if Q.shape[:-2] != K.shape[:-2] and not grouped:
         raise ValueError("K must have Q's leading dimensions, or with [B, H, N, d] a number of "
                          f"heads that divides Q's, {shapes}")
     if q_start is not None and not _is_int(q_start):
-        raise ValueError(f"q_start must be an int or None, got {q_start!r}")
+        raise ValueError(f"q_start must be an int within 2^31 or None, got {q_start!r}")
     if window is not None and not (isinstance(window, (tuple, list)) and len(window) == 2
                                    and all(w is None or _is_int(w) and w >= 0 for w in window)):
-        raise ValueError(f"window must be (left, right), each an int >= 0 or None, got {window!r}")
-    if scale is not None and not (isinstance(scale, numbers.Real) and math.isfinite(scale)):
+        raise ValueError("window must be (left, right), each an int from 0 to 2^31 or None, "
+                         f"got {window!r}")
+    if scale is not None and not (isinstance(scale, numbers.Real) and abs(scale) < 1e300):
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     if score_mod is not None and Q.dim() > 4:
         raise ValueError(f"score_mod takes [B, H, N, d] or fewer dimensions, {shapes}")
@@ -222,4 +228,5 @@ def _check_floating(name, tensor, also=""):
 
 
 def _is_int(value):
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole and abs(int(value)) <= 2**31  # as positions they are added in int64

@@ -5,6 +5,8 @@ Import this module first: the quiet end then covers the seconds in which torch l
 """
 
 import argparse
+import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -37,13 +39,30 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def whole_number(least):
-    """Return an argparse type: a whole number of at least `least`."""
+def whole_number(least, most=2**31 - 1):
+    """Return an argparse type: a whole number from `least` to `most`."""
 
     def parse(text):
-        if not text.lstrip("-").isdecimal() or int(text) < least:
+        if not re.fullmatch("-?[0-9]{1,19}", text) or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(
-                f"a whole number of at least {least} is taken, got {text!r}")
+                f"a whole number from {least} to {most} is taken, got {text!r}")
         return int(text)
 
     return parse
+
+
+def file_to_write(text):
+    """An argparse type: the path of a file that can be written, in a folder that can be made."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"a file is taken, got the folder {text!r}")
+    folder_to_write(Path(text).parent)
+    return text
+
+
+def folder_to_write(text):
+    """An argparse type: the path of a folder that can be written to, or made."""
+    folder = Path(text).absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{str(there)!r} can't be written to")
+    return text

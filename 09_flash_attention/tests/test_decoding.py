@@ -101,6 +101,12 @@ def test_parts_of_any_sizes_merge_to_what_one_pass_gives(sizes, causal, seed):
     close(L, expected_L)
 
 
+def test_large_scores_merge_to_what_one_pass_gives():
+    Q, K, V = (torch.full((1, n, 128), x) for n, x in ((1, 256.0), (700, 256.0), (700, 1.0)))
+    for splits in (2, 3, 16):
+        torch.testing.assert_close(split_kv_attention(Q, K, V, splits), torch.ones(1, 1, 128))
+
+
 def test_merge_keeps_the_dtype_of_o_and_weighs_in_that_of_l():
     O = torch.tensor([[[1.0]], [[3.0]]], dtype=torch.float16)
     merged, L = merge(O, torch.tensor([[20.0], [20.0]]))

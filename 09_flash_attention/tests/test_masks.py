@@ -102,6 +102,53 @@ def test_nan_and_inf_in_keys_that_no_query_sees_change_nothing(attend, kind):
     assert all(torch.isfinite(x[..., 1:, :] if x.dim() == 4 else x[..., 1:]).all() for x in spoiled)
 
 
+@BOTH
+def test_nan_of_a_hidden_key_does_not_reach_the_rows_that_may_not_see_it(attend):
+    Q, K, V = inputs(8, 8)
+    K[:, 5] = math.nan
+    O = attend(Q, K, V, causal=True)
+    assert torch.isfinite(O[:, :5]).all() and torch.isnan(O[:, 5:]).all()
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    mask[:, 5] = False
+    mask[2, 5] = True  # and causal hides it there
+    assert torch.isfinite(attend(Q, K, V, causal=True, attn_mask=mask)).all()
+    O, L = attend(Q.abs(), torch.full_like(K[:, :2], 1e308), V[:, :2], causal=True, return_lse=True)
+    assert not O[:, :6].any() and (L[:, :6] == -math.inf).all()
+
+
+@BOTH
+def test_nan_in_a_float_mask_is_not_taken_for_hidden(attend):
+    mask = torch.zeros(7, 7)
+    mask[3, 2] = math.nan
+    assert torch.isnan(attend(*inputs(), attn_mask=mask)[:, 3]).all()
+
+
+@BOTH
+def test_whole_numbers_of_any_kind_are_taken_and_huge_ones_refused(attend):
+    import numpy as np
+    Q, K, V = inputs(5, 9)
+    check(attend, Q, K, V, causal=True, q_start=np.uint8(1).item())
+    O = attend(Q, K, V, causal=True, q_start=np.uint8(1), window=(np.uint8(3), np.int8(0)))
+    assert torch.equal(O, attend(Q, K, V, causal=True, q_start=1, window=(3, 0)))
+    for options in ({"q_start": 2**70}, {"window": (0, 2**70)}, {"scale": 10**400}):
+        with pytest.raises(ValueError):
+            attend(Q, K, V, **options)
+
+
+def test_what_a_mask_or_score_mod_learns_is_refused_by_the_forward_alone():
+    Q, K, V = inputs()
+    learned = torch.zeros(7, 7, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match="attn_mask wants a gradient"):
+        flash_attention_forward(Q, K, V, attn_mask=learned)
+    with pytest.raises(ValueError, match="score_mod wants a gradient"):
+        flash_attention_forward(Q, K, V, score_mod=lambda s, b, h, q, k: s + learned[q, k])
+
+
+@BOTH
+def test_no_heads_give_an_empty_result(attend):
+    assert attend(*(torch.zeros(2, 0, 3, 4) for _ in range(3))).shape == (2, 0, 3, 4)
+
+
 def test_grouped_heads_copy_no_keys():
     from common.memory import measure_peak
     Q, K, V = inputs(512, lead=(1, 8), d=16, dtype=torch.float32)

@@ -92,9 +92,9 @@ def test_a_broadcast_mask_is_not_expanded():
 
 
 def test_a_problem_too_large_for_the_memory_is_shown_and_not_run(monkeypatch):
-    monkeypatch.setattr(flash_attention, "free_bytes", lambda device: 2**20)
-    standard, flash, fused = profile_memory([Case(512)])
-    assert standard.peak_bytes is None and standard.theory_bytes > 2**20
+    monkeypatch.setattr(flash_attention, "free_bytes", lambda device: 2**21)
+    standard, flash, fused = profile_memory([Case(512)], 256, 256)
+    assert standard.peak_bytes is None and standard.theory_bytes > 2**21
     assert flash.peak_bytes and fused.peak_bytes
     standard, flash, fused = benchmark_speed([Case(512)])
     assert standard.seconds is None and flash.seconds > 0 and flash.ratio_to_standard is None
@@ -198,7 +198,12 @@ def test_it_runs_from_its_own_folder():
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--br", "0"], ["--br", "at least 1", "'0'"]),
+    (["--br", "0"], ["--br", "from 1", "'0'"]),
+    (["--seed", "9" * 25], ["--seed", "9" * 25]),
+    (["--seq-len", "9" * 20], ["--seq-len"]),
+    (["--batch", "2000000000", "--heads", "50"], ["GiB"]),
+    (["--seq-len", "300000"], ["300000", "GiB"]),
+    (["--json", "/tmp"], ["--json", "/tmp"]),
     (["--bc", "x"], ["--bc", "'x'"]),
     (["--seq-len", "-5"], ["--seq-len", "'-5'"]),
     (["--dtype", "int8"], ["--dtype", "int8", "float32"]),
