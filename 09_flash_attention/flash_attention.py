@@ -70,7 +70,7 @@ def online_softmax_step(m, l, O_block, S_block, V_block):
     m, l [X, Br, 1]: running maximum and running sum of exp. O_block [X, Br, dv]: running output,
     not yet divided by l. S_block [X, Br, Bc], V_block [X, Bc, dv]: the tile's scores and values.
     Returns the new m, l, O_block. S_block and the old l and O_block are overwritten.
-    Source: FlashAttention-2, Algorithm 1, lines 8 to 10.
+    Source: FlashAttention-2, Algorithm 1, lines 9 and 10.
     """
     m_new = torch.maximum(m, S_block.amax(-1, keepdim=True))  # [X, Br, 1]
     correction = torch.exp(m - m_new)  # [X, Br, 1], at most 1
@@ -367,10 +367,15 @@ def run(title, tool, cases, args, device):
             for row in tool([case], args.br, args.bc, device=device, seed=args.seed)]
 
 
+def tiles(args):
+    """Show the tile that was asked for."""
+    return "auto" if args.br == args.bc == "auto" else f"{args.br}x{args.bc}"
+
+
 def show_verify(cases, args, device):
     rows = run("verify", compare_and_verify, cases, args, device)
     print_table(
-        f"Verify: largest differences, tiles {args.br}x{args.bc}",
+        f"Verify: largest differences, tiles {tiles(args)}",
         ["Q (K V)", "dtype", "flash - standard", "flash - float64", "standard - float64", "result"],
         [(r.shape, r.dtype, f"{r.max_diff:.2e}", f"{r.error_flash:.2e}", f"{r.error_standard:.2e}",
           "pass" if r.passed else "FAIL") for r in rows])
@@ -381,7 +386,7 @@ def show_memory(cases, args, device):
     rows = run("memory", profile_memory, cases, args, device)
     standard = {r.shape: r for r in rows if r.name == "standard"}
     print_table(
-        f"Memory: peak of one call in MiB, tiles {args.br}x{args.bc}",
+        f"Memory: peak of one call in MiB, tiles {tiles(args)}",
         ["name", "Q (K V)", "peak", "formula", "standard / this", "without result",
          "standard / this"],
         [(r.name, r.shape, mib(r.peak_bytes), mib(r.theory_bytes),
@@ -502,7 +507,7 @@ def command_line(description, show, what, prefix=""):
     if args.json:
         write_json(args.json, device, rows)
     if args.plot:
-        plot(rows, Path(args.plot), f"{device}, tiles {args.br}x{args.bc}", what, prefix)
+        plot(rows, Path(args.plot), f"{device}, tiles {tiles(args)}", what, prefix)
     return 0 if all(row.passed for mode, row in rows if mode == "verify") else 1
 
 

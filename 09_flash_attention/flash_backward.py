@@ -27,6 +27,7 @@ from flash_attention import (  # first: finds `common`
     score_blocks,
     speed_rows,
     standard_attention,
+    tiles,
 )
 from cases import VERIFY_CASES, dtype_name
 from common.device import free_bytes
@@ -269,7 +270,7 @@ def gradients(attend, Q, K, V, dO):
 def show_verify(cases, args, device):
     rows = run("verify", compare_and_verify, cases, args, device)
     print_table(
-        f"Verify: largest differences of the gradients, tiles {args.br}x{args.bc}",
+        f"Verify: largest differences of the gradients, tiles {tiles(args)}",
         ["", "Q (K V)", "dtype", "flash - standard", "flash - float64", "standard - float64",
          "result"],
         [(r.gradient, r.shape, r.dtype, f"{r.max_diff:.2e}", f"{r.error_flash:.2e}",
@@ -282,17 +283,17 @@ def show_memory(cases, args, device):
     rows = run("memory", profile_memory, cases, args, device)
     standard = {r.shape: r.peak_bytes for r in rows if r.name == "standard"}
     print_table(
-        f"Memory: peak of a forward and a backward in MiB, tiles {args.br}x{args.bc}",
+        f"Memory: peak of a forward and a backward in MiB, tiles {tiles(args)}",
         ["name", "Q (K V)", "peak", "formula", "peak - formula, bytes", "standard / this"],
         [(r.name, r.shape, mib(r.peak_bytes), mib(r.theory_bytes),
           "-" if r.peak_bytes is None else f"{r.peak_bytes - r.theory_bytes:+d}",
           quotient(standard[r.shape], r.peak_bytes)) for r in rows],
     )
     console.print(
-        "\nformula = P, dP, dS, O and dV (standard); O, L, dQ, dK, dV, five tiles and three "
-        "columns (flash). Beyond it stand the 8 bytes of the scale, what a window's mask, grouped "
-        "heads and half types copy, and on a GPU or NPU the allocator's rounding and the "
-        "workspaces of the products."
+        "\nformula = P, dP, dS, O and dV (standard); O, L, dQ, dK, dV, two tiles of Br x Bc, three "
+        "of Br x d and three columns (flash). Beyond it stand the 8 bytes of the scale, what a "
+        "window's mask, grouped heads and half types copy, and on a GPU or NPU the allocator's "
+        "rounding and the workspaces of the products."
     )
     return rows
 

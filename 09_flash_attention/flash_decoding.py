@@ -25,6 +25,7 @@ from flash_attention import (  # first: finds `common`
     flash_attention_forward,
     fused_attention,
     standard_attention,
+    tiles,
     theory_bytes,
 )
 from cases import cases_of, dtype_name, parser
@@ -303,7 +304,7 @@ def split_theory_bytes(case, splits, Br, Bc):
 
 def show_verify(rows, args, device):
     print_table(
-        f"Verify: largest differences, tiles {args.br}x{args.bc}",
+        f"Verify: largest differences, tiles {tiles(args)}",
         ["name", "Q K V", "dtype", "it - standard", "it - float64", "standard - float64", "result"],
         [
             (r.name, r.shape, r.dtype)
@@ -316,7 +317,7 @@ def show_verify(rows, args, device):
 
 def show_memory(rows, args, device):
     print_table(
-        f"Memory: peak of one call in MiB, tiles {args.br}x{args.bc}",
+        f"Memory: peak of one call in MiB, tiles {tiles(args)}",
         ["name", "Q K V", "peak", "formula"],
         [(r.name, r.shape, mib(r.peak_bytes), mib(r.theory_bytes)) for r in rows],
     )
@@ -368,10 +369,10 @@ def main():
     rows = []
     for mode in TOOLS if args.mode == "all" else [args.mode]:
         tool, show = TOOLS[mode]
-        tiles, where = (args.br, args.bc), {"device": device, "seed": args.seed}
-        found = verify_cache(cases[0], *tiles, **where) if mode == "verify" else []
+        tile, where = (args.br, args.bc), {"device": device, "seed": args.seed}
+        found = verify_cache(cases[0], *tile, **where) if mode == "verify" else []
         for case in track(mode, cases):
-            found += tool([case], args.splits, *tiles, **where)
+            found += tool([case], args.splits, *tile, **where)
         show(found, args, device)
         rows += [(mode, row) for row in found]
     if args.json:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from flash_attention import cli, flash_attention_forward, standard_attention  # finds `common`
+from flash_attention import (  # first: finds `common`
+    cli, flash_attention_forward, standard_attention, tiles,
+)
 from cases import cases_of, dtype_name, parser
 from judge import judge
 from common.device import choose, describe
@@ -248,7 +250,7 @@ def main():
     rows = [check_variant(name, case, args.br, args.bc, device=device, seed=args.seed)
             for case, name in track("variants", list(product(cases, VARIANTS)))]
     print_table(
-        f"Variants: largest differences from flex_attention in float64, tiles {args.br}x{args.bc}",
+        f"Variants: largest differences from flex_attention in float64, tiles {tiles(args)}",
         ["variant", "expressed as", "Q (K V)", "dtype", "flash", "standard", "skipped", "result"],
         [(r.name, r.expressed, r.shape, r.dtype, f"{r.error_flash:.2e}", f"{r.error_standard:.2e}",
           f"{r.skipped:.0%}", "pass" if r.passed else "FAIL") for r in rows])
