@@ -20,7 +20,7 @@ from flash_attention import (  # first: finds `common`
 )
 from cases import cases_of, parser
 from common.device import choose, describe
-from common.report import console, plot_sizes, print_table, write_json
+from common.report import console, logarithmic, plotted, print_table, write_json
 from common.timing import count_launches, ratio, time_in_turn
 
 import torch
@@ -190,6 +190,19 @@ def show_parts(rows, case):
                   f"included: {call['fused']:.4g} ms")
 
 
+def plot_sizes(path, title, rows):
+    """Draw SizeRows, time over the tile size, and write them to `path`."""
+    *squares, auto, standard, fused = [(r.tile, r.seconds * 1e3) for r in rows]
+    with plotted(path, figsize=(7, 4.5)) as axes:
+        axes.plot(*zip(*squares), marker="o", label="flash, square tiles")
+        axes.plot(*auto, marker="*", markersize=16, linestyle="", label="flash, auto")
+        axes.axhline(standard[1], linestyle="--", color="grey", label="standard")
+        axes.axhline(fused[1], linestyle=":", color="grey", label="fused")
+        logarithmic(axes, [size for size, _ in squares])
+        axes.set(xlabel="tile size", ylabel="time (ms)", title=title)
+        axes.legend()
+
+
 def main():
     options = parser(__doc__.splitlines()[0], "device", "batch", "seq-len", "head-dim", "seed",
                      "json", "plot")
@@ -207,10 +220,8 @@ def main():
         found += [(tool, row) for tool, rows in (("steps", steps), ("sizes", sizes),
                                                  ("parts", parts)) for row in rows]
         if args.plot:
-            *squares, auto, standard, fused = [(r.tile, r.seconds * 1e3) for r in sizes]
             plot_sizes(Path(args.plot) / f"tiles_{case.shape}.png",
-                       f"time of one attention call, {case.shape} ({device})", squares, auto,
-                       {"standard": standard[1], "fused": fused[1]})
+                       f"time of one attention call, {case.shape} ({device})", sizes)
     if args.json:
         write_json(args.json, device, found)
 

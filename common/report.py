@@ -124,27 +124,13 @@ def plot_curves(path, title, ylabel, curves, guides):
                 value *= 1.5  # beside its curve, not on it
                 ends = [value * (first / last) ** exponent, value]
                 axes.plot([first, last], ends, style, color="grey", label=label)
-        _logarithmic(axes, {n for points in curves.values() for n, _ in points})
+        logarithmic(axes, {n for points in curves.values() for n, _ in points})
         axes.set(xlabel="sequence length N", ylabel=ylabel, title=title)
         axes.legend()
 
 
-def plot_sizes(path, title, sizes, chosen, levels):
-    """Draw milliseconds over the tile size, both axes logarithmic, and write them to `path`.
-
-    sizes: [(size, ms), ...]; chosen: one such point, marked; levels: {label: ms}, lines across.
-    """
-    with plotted(path, figsize=(7, 4.5)) as axes:
-        axes.plot(*zip(*sizes), marker="o", label="flash, square tiles")
-        axes.plot(*chosen, marker="*", markersize=16, linestyle="", label="flash, auto")
-        for (label, value), style in zip(levels.items(), ("--", ":")):
-            axes.axhline(value, linestyle=style, color="grey", label=label)
-        _logarithmic(axes, {size for size, _ in sizes})
-        axes.set(xlabel="tile size", ylabel="time (ms)", title=title)
-        axes.legend()
-
-
-def _logarithmic(axes, ticks):
+def logarithmic(axes, ticks):
+    """Make both axes logarithmic, with ticks on the horizontal one."""
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)], minor=False)
     axes.set_xticks([], minor=True)

@@ -5,7 +5,10 @@ import torch
 from cases import Case
 from common.memory import measure_peak
 from common.timing import count_launches
-from flash_attention import flash_attention_forward
+from fast_tiles import (
+    article_step, in_place_step, plot_sizes, time_parts, time_sizes, time_steps, walk,
+)
+from flash_attention import flash_attention_forward, online_softmax_step, standard_attention
 from hypothesis import given
 from hypothesis import strategies as st
 from tiles import SCORES_BYTES, choose_tile
@@ -46,3 +49,23 @@ def test_chosen_tiles_need_a_fiftieth_of_the_launches():
 
 def test_one_query_over_many_keys_takes_them_in_few_tiles():
     assert choose_tile("auto", "auto", 8, 1, 65536, 64, torch.float32, "cpu") == (1, 65536)
+
+
+@pytest.mark.parametrize("step", [article_step, in_place_step, online_softmax_step])
+@pytest.mark.parametrize("scratch", [None, torch.empty(2 * 16 * 24, dtype=torch.float64)])
+def test_every_step_of_the_ladder_gives_the_same(step, scratch):
+    Q, K, V = Case(50, batch=2, dtype=torch.float64).inputs(CPU, 0)
+    O = walk(step, Q, K, V, 16, 24, scratch)
+    torch.testing.assert_close(O, standard_attention(Q, K, V), rtol=0, atol=1e-13)
+
+
+def test_the_tables_of_fast_tiles_name_what_they_time(tmp_path):
+    steps = time_steps(Case(64), CPU)
+    assert [r.name for r in steps][-3:] == ["flash_attention_forward", "standard", "fused"]
+    assert steps[0].faster == 1 and steps[-1].of_fused == 1 and steps[-1].launches == 1
+    sizes = time_sizes(Case(64), CPU)
+    assert [r.name for r in sizes] == ["16", "32", "64", "auto", "standard", "fused"]
+    plot_sizes(tmp_path / "tiles.png", "title", sizes)
+    assert [p.name for p in tmp_path.iterdir()] == ["tiles.png"]
+    parts = {r.name for r in time_parts(Case(64), CPU)}
+    assert {"Q K^T", "P V", "exp2", "flash", "fused"} <= parts
