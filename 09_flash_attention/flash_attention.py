@@ -218,17 +218,21 @@ def profile_memory(cases, Br=64, Bc=64, *, device="cpu", seed=0):
     for case in cases:
         tile = case.tile(Br, Bc, device)
         for name, call in _candidates(case, case.inputs(device, seed), *tile).items():
-            theory, peak = theory_bytes(name, case, *tile), (None, None)
-            need = theory
-            if device.type == "cpu" and name == "flash":
-                tiles = math.ceil(case.Nq / tile[0]) * math.ceil(case.shapes[1][-2] / tile[1])
-                need += tiles * 2**17  # the profiler's events: 100 KiB a tile
-            if need < free_bytes(device):
-                if device.type != "cpu":
-                    call()  # an accelerator's workspaces are allocated in the first call
-                peak = measure_peak(call, device)
-            rows.append(MemoryRow(name, case.shape, *peak, theory))
+            rows.append(memory_row(name, case, call, theory_bytes(name, case, *tile), tile, device))
     return rows
+
+
+def memory_row(name, case, call, theory, tile, device):
+    """Measure one candidate, if there is room for it: a MemoryRow."""
+    need, peak = theory, (None, None)
+    if device.type == "cpu" and name == "flash":
+        tiles = math.ceil(case.Nq / tile[0]) * math.ceil(case.shapes[1][-2] / tile[1])
+        need += tiles * 2**17  # the profiler's events: 100 KiB a tile
+    if need < free_bytes(device):
+        if device.type != "cpu":
+            call()  # an accelerator's workspaces are allocated in the first call
+        peak = measure_peak(call, device)
+    return MemoryRow(name, case.shape, *peak, theory)
 
 
 def theory_bytes(name, case, Br, Bc):

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from flash_attention import (  # first: finds `common`
-    MemoryRow,
     VerifyRow,
     cli,
     command_line,
     exp_,
     flash_attention_forward,
     kept_flop,
+    memory_row,
     print_speed,
     run,
     score_blocks,
@@ -31,7 +31,6 @@ from flash_attention import (  # first: finds `common`
 )
 from cases import VERIFY_CASES, dtype_name
 from common.device import free_bytes
-from common.memory import measure_peak
 from common.report import console, mib, print_table, quotient
 from judge import assert_agree, exact, judge
 from tiles import choose_tile
@@ -186,12 +185,7 @@ def profile_memory(cases, Br=64, Bc=64, *, device="cpu", seed=0):
     for case in cases:
         tile = case.tile(Br, Bc, device)
         for name, call in candidates(case, with_dO(case, device, seed), *tile).items():
-            theory, peak = theory_bytes(name, case, *tile), (None, None)
-            if theory < free_bytes(device):
-                if device.type != "cpu":
-                    call()  # an accelerator's workspaces are allocated in the first call
-                peak = measure_peak(call, device)
-            rows.append(MemoryRow(name, case.shape, *peak, theory))
+            rows.append(memory_row(name, case, call, theory_bytes(name, case, *tile), tile, device))
     return rows
 
 
