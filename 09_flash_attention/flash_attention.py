@@ -14,6 +14,7 @@ import math
 import statistics
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Optional
 
@@ -108,7 +109,7 @@ def score_blocks(visible, Q, K, V, rows, Bc, scratch):
         S_block = scratch[: math.prod(shape)].view(shape)
         torch.bmm(Q_block, K_block.transpose(1, 2), out=S_block)
         S_block, V_block = visible.restrict(S_block, V_block, rows, cols)
-        _refuse_gradients(score_mod=S_block)
+        refuse_gradients(score_mod=S_block)
         yield cols, S_block, V_block
 
 
@@ -138,7 +139,7 @@ def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None
     Source: FlashAttention-2, Algorithm 1: query blocks outside, key blocks inside.
     """
     visible = Visible(Q, K, V, causal, q_start, window, scale, attn_mask, score_mod)
-    _refuse_gradients(Q=Q, K=K, V=V, attn_mask=attn_mask)
+    refuse_gradients(Q=Q, K=K, V=V, attn_mask=attn_mask)
     heads, dv = Q.shape[:-2].numel(), V.shape[-1]
     Br, Bc = choose_tile(Br, Bc, heads, visible.Nq, visible.Nk, dv, Q.dtype, Q.device.type)
     O = Q.new_empty(*Q.shape[:-1], dv)
@@ -154,7 +155,8 @@ def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None
     return (O, L.squeeze(-1)) if return_lse else O
 
 
-def _refuse_gradients(**inputs):
+def refuse_gradients(**inputs):
+    """Raise ValueError for an input that wants a gradient."""
     for name, tensor in inputs.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} wants a gradient, got requires_grad=True: this is the "
@@ -183,19 +185,21 @@ def compare_and_verify(cases=VERIFY_CASES, Br=64, Bc=64, *, device="cpu", seed=0
     `judge.py` says when a case passes: flash's error is at most twice standard's. Raises Refused
     where the score matrices of the two references don't fit into memory.
     """
-    rows = []
-    for case in cases:
-        (*lead, Nq, _), (*_, Nk, _), _ = case.shapes
-        need, room = 3 * 8 * math.prod(lead) * Nq * Nk, free_bytes(torch.device("cpu"))
-        if need > room:
-            raise cli.Refused(f"verify {case.shape} needs {need / 2**30:.0f} GiB for float64 on "
-                              f"the CPU, {room / 2**30:.0f} GiB are free: take a smaller one")
-        Q, K, V = case.inputs(device, seed)
-        flash = flash_attention_forward(Q, K, V, Br, Bc, **case.masks)
-        standard = standard_attention(Q, K, V, **case.masks)
-        rows.append(VerifyRow(case.shape, dtype_name(case.dtype), case.causal,
-                              *judge(flash, standard, exact(Q, K, V, case))))
-    return rows
+    flash = partial(flash_attention_forward, Br=Br, Bc=Bc)
+    return [verify_row(case, partial(flash, **case.masks), device, seed) for case in cases]
+
+
+def verify_row(case, attend, device, seed):
+    """Compare attend(Q, K, V) as `compare_and_verify` does: a VerifyRow."""
+    (*lead, Nq, _), (*_, Nk, _), _ = case.shapes
+    need, room = 3 * 8 * math.prod(lead) * Nq * Nk, free_bytes(torch.device("cpu"))
+    if need > room:
+        raise cli.Refused(f"verify {case.shape} needs {need / 2**30:.0f} GiB for float64 on "
+                          f"the CPU, {room / 2**30:.0f} GiB are free: take a smaller one")
+    Q, K, V = case.inputs(device, seed)
+    found, standard = attend(Q, K, V), standard_attention(Q, K, V, **case.masks)
+    return VerifyRow(case.shape, dtype_name(case.dtype), case.causal,
+                     *judge(found, standard, exact(Q, K, V, case)))
 
 
 @dataclass
@@ -217,7 +221,7 @@ def profile_memory(cases, Br=64, Bc=64, *, device="cpu", seed=0):
     device, rows = torch.device(device), []
     for case in cases:
         tile = case.tile(Br, Bc, device)
-        for name, call in _candidates(case, case.inputs(device, seed), *tile).items():
+        for name, call in candidates(case, case.inputs(device, seed), *tile).items():
             rows.append(memory_row(name, case, call, theory_bytes(name, case, *tile), tile, device))
     return rows
 
@@ -240,7 +244,7 @@ def theory_bytes(name, case, Br, Bc):
 
     standard: S and P. flash: a tile each of S_block, O_block and the scaled Q_block, five columns
     (m, m_new, correction, l, row sums) or, where causal or window cut a tile, its mask and two
-    columns; for half types the float32 copies of K_block and V_block. fused: L.
+    columns; for half types the float32 copies of K_block and V_block. fused, triton: L.
     """
     (*lead, Nq, d), (*_, Nk, _), (*kv_lead, _, dv) = case.shapes
     heads, kv_heads, width = math.prod(lead), math.prod(kv_lead), case.dtype.itemsize
@@ -251,6 +255,7 @@ def theory_bytes(name, case, Br, Bc):
         "standard": heads * Nq * Nk * (2 * wide + (width if width < wide else 0)),
         "flash": wide * (tile + (kv_heads * Bc * (d + dv) if width < wide else 0)),
         "fused": heads * Nq * 4,
+        "triton": heads * Nq * 4,
     }
     return heads * Nq * dv * width + beside[name]
 
@@ -275,7 +280,16 @@ class SpeedRow:
     launches: Optional[int] = None
 
 
-def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0):
+def candidates(case, inputs, Br, Bc):
+    """Return {name: call}: standard, flash and fused attention."""
+    return {
+        "standard": lambda: standard_attention(*inputs, **case.masks),
+        "flash": lambda: flash_attention_forward(*inputs, Br, Bc, **case.masks),
+        "fused": lambda: fused_attention(*inputs, **case.masks),
+    }
+
+
+def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0, candidates=candidates):
     """Time standard, flash and fused attention in turn: three SpeedRows a case.
 
     seconds is the median of the rounds, ratio_to_standard the median of the ratios round by round;
@@ -285,16 +299,16 @@ def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0):
     device, rows = torch.device(device), []
     for case in cases:
         inputs, tile = case.inputs(device, seed), case.tile(Br, Bc, device)
-        candidates = _candidates(case, inputs, *tile)
+        found = candidates(case, inputs, *tile)
         room = free_bytes(device)
-        calls = {name: call for name, call in candidates.items()
+        calls = {name: call for name, call in found.items()
                  if theory_bytes(name, case, *tile) < room}
         if "standard" in calls:
             expected = calls["standard"]()
             for name, call in calls.items():
                 assert_agree(name, call(), expected)
             del expected
-        rows += speed_rows(case, candidates, calls, tile, kept_flop(case), device)
+        rows += speed_rows(case, found, calls, tile, kept_flop(case), device)
     return rows
 
 
@@ -322,14 +336,6 @@ def speed_rows(case, names, calls, tile, flop, device):
             row.ratio_to_standard, row.ratio_spread = ratio(seconds["standard"], seconds[name])
         rows.append(row)
     return rows
-
-
-def _candidates(case, inputs, Br, Bc):
-    return {
-        "standard": lambda: standard_attention(*inputs, **case.masks),
-        "flash": lambda: flash_attention_forward(*inputs, Br, Bc, **case.masks),
-        "fused": lambda: fused_attention(*inputs, **case.masks),
-    }
 
 
 @dataclass
@@ -378,12 +384,17 @@ def tiles(args):
 
 def show_verify(cases, args, device):
     rows = run("verify", compare_and_verify, cases, args, device)
+    print_verify(f"Verify: largest differences, tiles {tiles(args)}", "flash", rows)
+    return rows
+
+
+def print_verify(title, name, rows):
     print_table(
-        f"Verify: largest differences, tiles {tiles(args)}",
-        ["Q (K V)", "dtype", "flash - standard", "flash - float64", "standard - float64", "result"],
+        title,
+        ["Q (K V)", "dtype", f"{name} - standard", f"{name} - float64", "standard - float64",
+         "result"],
         [(r.shape, r.dtype, f"{r.max_diff:.2e}", f"{r.error_flash:.2e}", f"{r.error_standard:.2e}",
           "pass" if r.passed else "FAIL") for r in rows])
-    return rows
 
 
 def show_memory(cases, args, device):

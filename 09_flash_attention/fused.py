@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from common.device import torch_npu
-from visible import Visible
+from visible import Visible, batched
 
 
 def fused_attention(Q, K, V, *, causal=False, window=None, scale=None):
@@ -15,10 +15,8 @@ def fused_attention(Q, K, V, *, causal=False, window=None, scale=None):
     Shapes, `causal`, `window`, `scale` and errors as in `flash_attention_forward`.
     """
     visible = Visible(Q, K, V, causal, None, window, scale)
-    heads = [x.reshape(x.shape[:-3].numel(), *x.shape[-3:]) if x.dim() > 3
-             else x.reshape(x.shape[:-2].numel(), 1, *x.shape[-2:]) for x in (Q, K, V)]
     fused = _on_npu if Q.device.type == "npu" else _sdpa
-    return fused(visible, *heads).reshape(*Q.shape[:-1], V.shape[-1])
+    return fused(visible, *map(batched, (Q, K, V))).reshape(*Q.shape[:-1], V.shape[-1])
 
 
 def _sdpa(visible, Q, K, V):

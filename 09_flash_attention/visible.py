@@ -176,6 +176,13 @@ class Visible:
         return (None, tile) if tile.dtype == torch.bool else (tile, tile != -math.inf)
 
 
+def batched(x):
+    """View x [..., N, d] as [B, H, N, d]; [B, N, d] has one head."""
+    lead = x.shape[:-2]
+    shape = (lead[:-1].numel(), lead[-1]) if len(lead) > 1 else (lead.numel(), 1)
+    return x.reshape(*shape, *x.shape[-2:])
+
+
 def _check(Q, K, V, q_start, window, scale, attn_mask, score_mod):
     for name, tensor in (("Q", Q), ("K", K), ("V", V)):
         _check_floating(name, tensor)

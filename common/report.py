@@ -28,7 +28,7 @@ def print_table(title, columns, rows, left=1):
         table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    wide = Console(width=200, color_system=None)
+    wide = Console(width=10_000, color_system=None)  # as wide as its cells are
     with wide.capture() as shown:
         wide.print(table)
     console.print(f"\n[bold]{title}[/bold]\n")

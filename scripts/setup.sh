@@ -5,21 +5,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
+name=setup venv=.venv
 stamp=.venv/complete # written last, so a .venv without it is half-made
-wanted=$(cat requirements.txt constraints.txt scripts/setup.sh scripts/ascend_pair.py | cksum)
+wanted=$(cat requirements.txt constraints.txt scripts/setup.sh scripts/steps.sh scripts/ascend_pair.py | cksum)
 [ "$(cat $stamp 2>/dev/null)" = "$wanted" ] && exit 0
-
-trap 'echo "setup: failed at: $step" >&2' ERR
-begin() {
-  step=$1
-  echo "setup: $step" >&2
-}
-install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@" >&2; }
-# The CPU build is a tenth of the size: from pip's own sources, else from PyTorch's.
-install_cpu() {
-  install "$1+cpu" 2>/dev/null ||
-    install "$1+cpu" --extra-index-url https://download.pytorch.org/whl/cpu || install "$1"
-}
+. scripts/steps.sh
 
 begin "check that $python is Python 3.9 or newer"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))'
@@ -45,6 +35,10 @@ none)
     install_cpu "$torch"
   else
     install "$torch"
+  fi
+  if [ "$(uname)" = Linux ]; then
+    begin "install Triton, which only a CUDA build of torch brings along"
+    install "$(.venv/bin/python scripts/pinned.py triton)"
   fi
   ;;
 *)

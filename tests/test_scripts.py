@@ -18,14 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PLAYER = """#!/usr/bin/env bash
 echo "$*" >>"$LOG"
 case "$*" in
-  "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-  *pinned.py*) echo torch==9.9 ;;
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  *pinned.py*) echo "${*: -1}==9.9" ;;
   *ascend_pair.py*) echo "${ASCEND:-none}" ;;
   09_flash_attention/"$FAIL_LESSON"*) [ -z "$FAIL_LESSON" ] ;;
   *purelib*) mkdir -p .venv/lib && echo .venv/lib ;;
   *find_spec*) echo /opt/site-packages ;;
   *pip*install*) for word in $FAIL; do case "$*" in *"$word"*) exit 1 ;; esac; done ;;
   *sys.version_info*) exit ${OLD:-0} ;;
+  *torch.zeros*) exit ${BLIND:-0} ;;
 esac
 """
 
@@ -110,8 +111,9 @@ def test_the_report_runs_each_lesson_on_the_card_and_packs_what_came_out(play, t
     ran = [line for line in log if line.startswith("09_flash_attention/")]
     lessons = {line.split()[0].split("/")[1] for line in ran}
     here = {p.name for p in (ROOT / "09_flash_attention").glob("*.py")}
-    assert lessons == {name for name in here if "cli.serve(main)" in
-                       (ROOT / "09_flash_attention" / name).read_text()}
+    assert lessons | {"compile_kernel.py", "gpu_check.py"} == {
+        name for name in here
+        if "cli.serve(main)" in (ROOT / "09_flash_attention" / name).read_text()}
     assert all("--device npu:1" in line and "--json results/report_910b/" in line for line in ran)
     archive = tmp_path / "results" / "report_910b.tar.gz"
     names = subprocess.run(["tar", "-tf", archive], capture_output=True, text=True).stdout
@@ -197,6 +199,36 @@ def test_an_unknown_release_or_none_stops_with_what_to_do(tmp_path):
 
 def test_off_ascend_there_is_no_pair(tmp_path):
     assert pair(tmp_path) == (0, "none", "")
+
+
+def test_triton_is_installed_beside_a_cpu_build_of_torch(play):
+    _, log = play("setup.sh")
+    assert any(line.endswith("triton==9.9") for line in log) == (sys.platform == "linux")
+
+
+def test_the_910b_compiler_has_an_environment_of_its_own_made_once(play, tmp_path):
+    done, log = play("compile_910b.sh", "--dtype", "float16")
+    assert done.returncode == 0, done.stderr
+    assert "-m venv .venv-910b" in log and not (tmp_path / ".venv").exists()
+    assert any("--no-deps triton_ascend==3.2.0 ascendnpu-ir==1.2.0" in line for line in log)
+    command = "09_flash_attention/compile_kernel.py 910b --dtype float16"
+    assert log[-1] == command
+    assert play("compile_910b.sh", "--dtype", "float16")[1] == [command]
+
+
+def test_the_910b_compiler_needs_python_3_10_or_3_11_and_says_which_step_failed(play):
+    done, log = play("compile_910b.sh", OLD="1")
+    assert done.returncode != 0 and "3.10 or 3.11" in done.stderr and len(log) == 1
+    done, _ = play("compile_910b.sh", FAIL="triton_ascend")
+    assert done.returncode != 0 and "failed at: install triton-ascend" in done.stderr
+    assert "-m venv .venv-910b" in play("compile_910b.sh")[1]
+
+
+def test_gpu_check_takes_a_python_that_sees_a_gpu_and_else_makes_a_venv(play):
+    done, log = play("gpu_check.sh", "--folder", "x")
+    assert done.returncode == 0 and log[-1] == "09_flash_attention/gpu_check.py --folder x"
+    assert "-m venv .venv" not in log
+    assert "-m venv .venv" in play("gpu_check.sh", BLIND="1")[1]
 
 
 def test_changed_requirements_make_a_new_venv(play, tmp_path):

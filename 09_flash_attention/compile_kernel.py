@@ -1,0 +1,292 @@
+"""How the size of on-chip memory chooses the tile: the kernel compiled for real chips without one.
+
+    bash scripts/compile_910b.sh        the Ascend 910B3, by triton-ascend, in its own environment
+    bash scripts/compile_hopper.sh      Hopper (H100, H200), by Triton
+
+The kernel is that of flash_triton.py. For each dtype, head size and tile the table says whether it
+fits and what it takes on the chip; it ends with 1 where a tile that the launcher takes is not the
+best that fits. Source of the paper's tile: FlashAttention (arXiv 2205.14135), Algorithm 1, line 1.
+"""
+
+import itertools
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `common`
+
+from common import cli
+from common.report import console, print_table, track, write_json
+from cases import dtype_name
+from flash_triton import DTYPES, INTERPRETED, flash_attention_kernel, padded, tile_of
+
+import torch
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TRITON_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def source(dtype, d, tile, causal):
+    """Return the kernel as Triton compiles it in a launch on contiguous Q, K, V of head size d."""
+    constants = dict(d=d, dv=d, D=padded(d), DV=padded(d), Br=tile[0], Bc=tile[1], CAUSAL=causal,
+                     q_d=1, k_d=1, v_d=1)
+    types = {name: f"*{TRITON_DTYPES[dtype]}" for name in "QKVO"}
+    types.update(L="*fp32", scale="fp32")
+    names = flash_attention_kernel.arg_names
+    signature = {name: types.get(name, "i32") for name in names if name not in constants}
+    if "ascend" in triton.backends.backends:  # Triton 3.2
+        return ASTSource(flash_attention_kernel, signature, constants)
+    signature.update(dict.fromkeys(constants, "constexpr"))
+    aligned = [name for name in (*"QKVOL", *signature) if re.fullmatch("[QKVOL]|[qkv]_[bhn]", name)]
+    return ASTSource(flash_attention_kernel, {name: signature[name] for name in names},
+                     {(names.index(name),): value for name, value in constants.items()},
+                     {(names.index(name),): [["tt.divisibility", 16]] for name in aligned})
+
+
+# Ascend
+
+
+ASCEND = "Ascend910B3"
+ASCEND_BYTES = {"ub": 192 * 1024, "cbuf": 512 * 1024, "cc": 128 * 1024}  # UB, L1, L0C of a core
+ASCEND_TILES = list(itertools.product((64, 128, 256), (64, 128, 256)))
+BITS = {"f16": 16, "bf16": 16, "f32": 32, "i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64}
+
+
+@dataclass
+class AscendRow:
+    """Bytes planned in UB, L1 and L0C; where the compiler refuses, the memory and what it asks."""
+
+    dtype: str
+    d: int
+    causal: bool
+    Br: int
+    Bc: int
+    ub: Optional[int] = None
+    cbuf: Optional[int] = None
+    cc: Optional[int] = None
+    refused: str = ""
+    best: bool = False
+    chosen: bool = False
+
+
+def ascend_rows(dtypes, sizes):
+    """Compile for the 910B3: an AscendRow for each dtype, head size, causal or not, and tile.
+
+    Raises Refused where triton-ascend or its compiler is missing.
+    """
+    compile_tile = ascend_compiler()
+    rows = []
+    problems = list(itertools.product(dtypes, sizes, (False, True)))
+    for dtype, d, causal in track("compile", problems):
+        group = []
+        for tile in ASCEND_TILES:
+            row = AscendRow(dtype_name(dtype), d, causal, *tile,
+                            chosen=tile == tile_of("npu", dtype, d, d, causal)[:2])
+            found = compile_tile(source(dtype, d, tile, causal))
+            if isinstance(found, str):
+                row.refused = found
+            else:
+                row.ub, row.cbuf, row.cc = (found.get(space, 0) for space in ASCEND_BYTES)
+            group.append(row)
+        # K and V are read once for each query block: the largest Br reads least. Then the largest
+        # Bc, the fewest steps. Bc below 64 would leave vector lanes empty: they take 64 float32.
+        best = max((row for row in group if not row.refused), key=lambda row: (row.Br, row.Bc))
+        best.best = True
+        rows += group
+    return rows
+
+
+def ascend_compiler():
+    """Return compile(source) -> {memory: bytes}, or the compiler's refusal as a string.
+
+    It is triton-ascend's own way to the last step: hivmc, which is part of CANN, is not there. What
+    stands in for a card is the answer to its name.
+    """
+    try:
+        import ascendnpuir
+        import triton.backends.ascend  # noqa: F401
+    except ImportError as missing:
+        raise cli.Refused(f"it needs triton-ascend and ascendnpu-ir ({missing}): "
+                          "bash scripts/compile_910b.sh installs them") from None
+    os.environ["PATH"] = f"{Path(ascendnpuir.__file__).parent / 'bin'}:{os.environ['PATH']}"
+    os.environ.update(TRITON_ASCEND_ARCH=ASCEND, TRITON_ALWAYS_COMPILE="1")
+    # The backend's own globals: Triton loads a second copy of the module beside the imported one.
+    backend = triton.backends.backends["ascend"].compiler.add_stages.__globals__
+    backend["NPUUtils"] = lambda: SimpleNamespace(get_arch=lambda: ASCEND)
+    seen = {}
+
+    def run_and_keep(command, **options):
+        if Path(command[0]).name == "bishengir-compile":
+            command = [*command, f"--save-temps={seen['folder']}"]
+        done = subprocess.run(command, **{**options, "check": False})
+        seen["said"] = done.stderr.decode()
+        done.check_returncode()
+        return done
+
+    backend["subprocess"] = SimpleNamespace(run=run_and_keep)
+
+    def compile_source(source):
+        with tempfile.TemporaryDirectory() as folder:
+            seen.update(folder=folder, said="")
+            try:
+                triton.compile(source, target=GPUTarget("npu", ASCEND, 0))
+            except Exception as stopped:
+                if "External hivmc run fails" not in seen["said"]:
+                    return refusal(seen["said"] or str(stopped))
+            return planned_bytes(Path(folder, "module.hivm.opt.mlir").read_text())
+
+    return compile_source
+
+
+def refusal(said):
+    """Return what the compiler refuses: 'ub overflow 201 %', or the last line that it said."""
+    overflow = re.search(r"(\w+) overflow, requires (\d+) bits while (\d+) bits", said)
+    if overflow:
+        memory, need, room = overflow.group(1), int(overflow.group(2)), int(overflow.group(3))
+        return f"{memory} overflow: {need // 8} bytes, {need / room:.0%}"
+    return said.strip().splitlines()[-1]
+
+
+def planned_bytes(module):
+    """Return {memory: bytes} of the compiler's plan: the highest end of a buffer in each memory."""
+    plan = {}
+    buffer = r"pointer_cast\(([^)]*)\).*?memref<((?:\d+x)*)(\w+)[^#\n]*#hivm\.address_space<(\w+)>"
+    for addresses, dimensions, dtype, memory in re.findall(buffer, module):
+        size = math.prod(int(n) for n in dimensions.split("x") if n) * BITS[dtype] // 8
+        for address in re.findall(r"%c(\d+)_i64", addresses):
+            plan[memory] = max(plan.get(memory, 0), int(address) + size)
+    return plan
+
+
+def show_ascend(dtypes, sizes):
+    rows = ascend_rows(dtypes, sizes)
+    cells = []
+    for r in rows:
+        used = [f"{n} ({n / room:.0%})" if n is not None else "-" for n, room in
+                zip((r.ub, r.cbuf, r.cc), ASCEND_BYTES.values())]
+        verdict = r.refused or "fits" + ", best" * r.best
+        cells.append((r.dtype, r.d, r.causal, f"{r.Br}x{r.Bc}", *used,
+                      verdict + ", launcher's" * r.chosen))
+    print_table(f"Compiled for {ASCEND}: bytes of a core's UB, L1 and L0C",
+                ["dtype", "d", "causal", "Br x Bc", "UB", "L1", "L0C", ""], cells)
+    print_paper_tile("UB", ASCEND_BYTES["ub"], sizes)
+    console.print(
+        f"compiled and planned by the real compiler (triton-ascend {version('triton-ascend')}, "
+        f"ascendnpu-ir {version('ascendnpu-ir')}); not linked by CANN's hivmc and not run on a "
+        "card, so nothing here speaks of time or of results.")
+    return rows, all(r.best for r in rows if r.chosen)
+
+
+# Hopper
+
+
+HOPPER_SHARED = 227 * 1024  # bytes that a block may take
+HOPPER_TILES = {
+    2: [(64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2),
+        (64, 16, 8, 2)],
+    4: [(32, 16, 8, 2), (32, 32, 8, 2), (64, 16, 8, 2), (64, 32, 8, 2)],
+}
+
+
+@dataclass
+class HopperRow:
+    """registers and spilled bytes of a thread, shared bytes of a block, matrix instructions."""
+
+    dtype: str
+    d: int
+    causal: bool
+    Br: int
+    Bc: int
+    num_warps: int
+    num_stages: int
+    registers: int
+    spilled: int
+    shared: int
+    wgmma: int
+    tf32: bool
+    chosen: bool
+
+
+def hopper_rows(dtypes, sizes):
+    """Compile for Hopper: a HopperRow for each dtype, head size, causal or not, and tile."""
+    rows = []
+    problems = list(itertools.product(dtypes, sizes, (False, True)))
+    for dtype, d, causal in track("compile", problems):
+        for tile in HOPPER_TILES[dtype.itemsize]:
+            chosen = tile == tile_of("hopper", dtype, d, d, causal)
+            rows.append(HopperRow(dtype_name(dtype), d, causal, *tile,
+                                  *compile_hopper(dtype, d, tile, causal), chosen))
+    return rows
+
+
+def compile_hopper(dtype, d, tile, causal):
+    """Compile to a cubin for sm_90: registers, spilled bytes, shared bytes, wgmma, uses tf32."""
+    kernel = triton.compile(source(dtype, d, tile, causal), target=GPUTarget("cuda", 90, 32),
+                            options={"num_warps": tile[2], "num_stages": tile[3]})
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(kernel.asm["cubin"])
+        usage, code = (
+            subprocess.run([tools / tool, option, cubin], capture_output=True, text=True,
+                           check=True).stdout
+            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c")))
+    registers, spilled = (int(re.search(rf"{name}:(\d+)", usage).group(1))
+                          for name in ("REG", "STACK"))
+    tf32 = "tf32" in kernel.asm["ptx"]
+    return registers, spilled, kernel.metadata.shared, code.count("HGMMA"), tf32
+
+
+def show_hopper(dtypes, sizes):
+    rows = hopper_rows(dtypes, sizes)
+    print_table(
+        "Compiled for Hopper (sm_90): of a thread, and of a block",
+        ["dtype", "d", "causal", "Br x Bc", "warps", "stages", "registers", "spilled bytes",
+         "shared bytes", "wgmma", "tf32", ""],
+        [(r.dtype, r.d, r.causal, f"{r.Br}x{r.Bc}", r.num_warps, r.num_stages, r.registers,
+          r.spilled, f"{r.shared} ({r.shared / HOPPER_SHARED:.0%})", r.wgmma,
+          "yes" if r.tf32 else "no", "launcher's" if r.chosen else "") for r in rows])
+    print_paper_tile("shared memory", HOPPER_SHARED, sizes)
+    console.print(f"compiled to a cubin by Triton {version('triton')} and its own ptxas; not run.")
+    return rows, not any(r.tf32 or r.chosen and r.spilled for r in rows)
+
+
+def print_paper_tile(memory, room, sizes):
+    M = room // 4  # float32 numbers
+    tiles = ((d, math.ceil(M / (4 * d))) for d in sizes)
+    console.print(f"\nthe paper's Bc = ceil(M / 4d), Br = min(Bc, d), for M = {M} float32 in "
+                  f"{memory}: " + ", ".join(f"{min(Bc, d)}x{Bc} at d={d}" for d, Bc in tiles))
+
+
+def main():
+    options = cli.Parser(description=__doc__.splitlines()[0])
+    options.add_argument("chip", choices=["910b", "hopper"])
+    options.add_argument("--dtype", nargs="+", default=[*map(dtype_name, DTYPES)],
+                         choices=[*map(dtype_name, DTYPES)], help="one or more (all)")
+    options.add_argument("--head-dim", nargs="+", type=cli.whole_number(1, 256), metavar="d",
+                         default=[64, 128, 256], help="one or more (64 128 256)")
+    options.add_argument("--json", type=cli.file_to_write, metavar="FILE",
+                         help="write the rows there as well")
+    args = options.parse_args()
+    if INTERPRETED:
+        raise cli.Refused("TRITON_INTERPRET is set, and the interpreter does not compile: unset it")
+    show = show_ascend if args.chip == "910b" else show_hopper
+    rows, held = show([getattr(torch, name) for name in args.dtype], args.head_dim)
+    if args.json:
+        write_json(args.json, torch.device("cpu"), [("compile", row) for row in rows])
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    cli.serve(main)

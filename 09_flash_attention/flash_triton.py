@@ -1,0 +1,321 @@
+"""FlashAttention as one fused kernel: the same five lines, with the tiles in on-chip memory.
+
+    python flash_triton.py --mode verify      on CUDA, or on Ascend with triton-ascend
+    python flash_triton.py --mode speed       beside standard, flash and the platform's own kernel
+    TRITON_INTERPRET=1 python flash_triton.py --device cpu      checked on any CPU, slowly
+
+One source for Triton 3.2 to 3.9 and triton-ascend 3.2.0: raw pointers, no option of one platform.
+`online_softmax_step` below is that of flash_attention.py line by line; `flash_attention_kernel`
+walks the tiles. Which tile fits into which chip: `compile_kernel.py`.
+Source: FlashAttention-2 (arXiv 2307.08691), Algorithm 1.
+"""
+
+import contextlib
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `common`
+
+from common import cli
+from common.device import accelerator  # before torch: see there
+from common.report import console, track
+from cases import VERIFY_CASES, dtype_name
+from flash_attention import (
+    benchmark_speed, candidates, command_line, print_speed, print_verify, refuse_gradients, run,
+    verify_row)
+from visible import Visible, batched
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as missing:
+    how = (f"it needs Triton ({missing}): pip install triton, or on Ascend pip install "
+           "triton-ascend==3.2.0")
+    if __name__ == "__main__":
+        cli.refuse(how)
+    raise ImportError(how) from missing
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MOST_COLUMNS = 256  # of d and dv
+LOG2_E = math.log2(math.e)
+LN_2 = tl.constexpr(math.log(2))
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+@triton.jit
+def online_softmax_step(m, l, O_block, S_block, V_block, scale):
+    """Take one more tile into the softmax. m, l [Br], O_block [Br, dv], S_block [Br, Bc].
+
+    In base 2: `scale` holds the factor log2(e), so exp2 gives what exp gives elsewhere.
+    """
+    m_new = tl.maximum(m, tl.max(S_block, 1) * scale)  # [Br]
+    correction = tl.exp2(m - m_new)  # [Br], at most 1
+    P_block = tl.exp2(S_block * scale - m_new[:, None])  # [Br, Bc]
+    l = l * correction + tl.sum(P_block, 1)  # [Br]
+    O_block = tl.dot(P_block.to(V_block.dtype), V_block, O_block * correction[:, None],
+                     input_precision="ieee")  # [Br, dv]
+    return m_new, l, O_block
+
+
+@triton.jit
+def load_rows(X, first, stop, row_stride, column_stride, rows: tl.constexpr, width: tl.constexpr,
+              columns: tl.constexpr, EDGE: tl.constexpr):
+    """Load rows first, first + 1, ... of X [stop, width] as [rows, columns], 0 outside of X.
+
+    Only at the edge are rows compared with stop. In int64: a row can begin beyond 2^31 elements.
+    """
+    i = tl.arange(0, rows)[:, None].to(tl.int64)
+    column = tl.arange(0, columns)[None, :].to(tl.int64)
+    at = X + tl.cast(first, tl.int64) * row_stride + (i * row_stride + column * column_stride)
+    if EDGE:
+        block = tl.load(at, mask=(i < stop - first) & (column < width), other=0.0)
+    elif width < columns:
+        block = tl.load(at, mask=column < width, other=0.0)
+    else:
+        block = tl.load(at)
+    return block
+
+
+@triton.jit
+def visit_tiles(m, l, O_block, Q_block, K, V, k_n, k_d, v_n, v_d, scale, first, stop, diagonal,
+                d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+                Br: tl.constexpr, Bc: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+    """Take the keys from first to stop, tile by tile; at the edge hide what a row may not see."""
+    for start in range(first, stop, Bc):
+        K_block = load_rows(K, start, stop, k_n, k_d, Bc, d, D, EDGE)  # [Bc, D]
+        S_block = tl.dot(Q_block, tl.trans(K_block), input_precision="ieee")  # [Br, Bc]
+        if EDGE:
+            i, j = tl.arange(0, Br)[:, None], tl.arange(0, Bc)[None, :]
+            if CAUSAL:
+                seen = j - i <= diagonal - start
+            else:
+                seen = j < stop - start
+            S_block = tl.where(seen, S_block, float("-inf"))
+        V_block = load_rows(V, start, stop, v_n, v_d, Bc, dv, DV, EDGE)  # [Bc, DV]
+        m, l, O_block = online_softmax_step(m, l, O_block, S_block, V_block, scale)
+    return m, l, O_block
+
+
+@triton.jit(do_not_specialize=["Nq", "Nk", "H", "G", "row_blocks", "tiles"])  # one for all lengths
+def flash_attention_kernel(
+        Q, K, V, O, L, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
+        scale, Nq, Nk, H, G, row_blocks, tiles,
+        d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+        Br: tl.constexpr, Bc: tl.constexpr, CAUSAL: tl.constexpr):
+    """Attend for the query blocks p, p + programs, ... of program p: m, l and O_block stay on chip.
+
+    Q [B, H, Nq, d], K and V [B, H // G, Nk, d or dv] with the strides q_b, q_h, ...; O and L
+    contiguous. D, DV: d and dv padded to a power of 2. Of all query blocks of all heads, `tiles`,
+    the longest of a head come first, so that causal leaves no long one for the end.
+    """
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        first = (row_blocks - 1 - tile % row_blocks) * Br
+        head = tl.cast(tile // row_blocks, tl.int64)
+        b, h = head // H, head % H
+        Q_block = load_rows(Q + b * q_b + h * q_h, first, Nq, q_n, q_d, Br, d, D, True)
+        K_head = K + b * k_b + h // G * k_h
+        V_head = V + b * v_b + h // G * v_h
+
+        diagonal = Nk - Nq + first  # the key that stands on the diagonal beside row 0 of the block
+        stop = Nk
+        whole = Nk  # rows see all keys before it
+        if CAUSAL:
+            stop = tl.minimum(Nk, diagonal + Br)
+            whole = tl.maximum(0, diagonal + 1)
+        whole = whole // Bc * Bc
+        m = tl.full([Br], LOWEST, tl.float32)
+        l = tl.zeros([Br], tl.float32)
+        O_block = tl.zeros([Br, DV], tl.float32)
+        m, l, O_block = visit_tiles(m, l, O_block, Q_block, K_head, V_head, k_n, k_d, v_n, v_d,
+                                    scale, 0, whole, diagonal, d, dv, D, DV, Br, Bc, CAUSAL,
+                                    False)
+        m, l, O_block = visit_tiles(m, l, O_block, Q_block, K_head, V_head, k_n, k_d, v_n, v_d,
+                                    scale, whole, stop, diagonal, d, dv, D, DV, Br, Bc, CAUSAL,
+                                    True)
+
+        blind = l == 0  # the row saw no key
+        l = tl.where(blind, 1.0, l)
+        O_block = O_block / l[:, None]
+        i, column = first + tl.arange(0, Br), tl.arange(0, DV)[None, :]
+        at = (head * Nq + i)[:, None] * dv + column
+        tl.store(O + at, O_block.to(O.dtype.element_ty), mask=(i[:, None] < Nq) & (column < dv))
+        L_block = tl.where(blind, float("-inf"), m * LN_2 + tl.log(l))
+        tl.store(L + head * Nq + i, L_block, mask=i < Nq)
+
+
+INTERPRETED = not isinstance(flash_attention_kernel, triton.runtime.JITFunction)
+
+# (Br, Bc, num_warps, num_stages) by platform and the larger of D and DV, for half types and for
+# float32: what `compile_kernel.py` shows to fit without spilling. On Ascend warps and stages mean
+# nothing.
+HALF = {
+    "hopper": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 16, 8, 2)},
+    "cuda": {64: (128, 64, 8, 2), 128: (64, 64, 4, 2), 256: (32, 32, 8, 2)},
+}
+FLOAT32 = {64: (32, 32, 8, 2), 128: (64, 32, 8, 2), 256: (32, 16, 8, 2)}
+ASCEND = {64: (256, 64, 4, 1), 128: (128, 128, 4, 1), 256: (64, 256, 4, 1)}
+ASCEND_CAUSAL = {64: (128, 64, 4, 1), 128: (128, 64, 4, 1), 256: (64, 128, 4, 1)}
+
+
+def padded(d):
+    """Return the power of 2, 16 at least, that a head size is padded to on the chip."""
+    return max(16, triton.next_power_of_2(d))
+
+
+def platform_of(device):
+    """Return 'npu', 'hopper' for CUDA with as much shared memory as Hopper has, 'cuda' for less."""
+    if INTERPRETED:
+        return "interpreter"
+    if device.type == "npu":
+        return "npu"
+    return "hopper" if properties(device)["max_shared_mem"] >= 200 * 1024 else "cuda"
+
+
+def properties(device):
+    """Return what Triton's driver says of `device`."""
+    return triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+
+
+def tile_of(platform, dtype, d, dv, causal):
+    """Return (Br, Bc, num_warps, num_stages) for 'npu', 'hopper', 'cuda' or 'interpreter'."""
+    if platform == "interpreter":
+        return 64, 64, 4, 1
+    if platform == "npu":
+        tiles = ASCEND_CAUSAL if causal else ASCEND
+    else:
+        tiles = FLOAT32 if dtype == torch.float32 else HALF[platform]
+    return tiles[max(64, padded(d), padded(dv))]
+
+
+def flash_attention_triton(Q, K, V, *, causal=False, scale=None, return_lse=False, tile=None):
+    """Return exact attention from one kernel launch.
+
+    Q [..., Nq, d], K [..., Nk, d], V [..., Nk, dv] -> O [..., Nq, dv] in Q's dtype: float16,
+    bfloat16 or float32; d and dv at most 256. Shapes, strides, grouped heads, causal, scale,
+    return_lse and errors as in `flash_attention_forward`. Half types multiply P in V's dtype;
+    float32 is exact, without tf32. tile: (Br, Bc, num_warps, num_stages) instead of `tile_of`'s.
+    Raises ValueError also for a device that Triton can't serve, TypeError for float64.
+    """
+    visible = Visible(Q, K, V, causal, scale=scale)
+    refuse_gradients(Q=Q, K=K, V=V)
+    (d, dv), dtype = (Q.shape[-1], V.shape[-1]), Q.dtype
+    if dtype not in DTYPES:
+        raise TypeError(f"Q must be float16, bfloat16 or float32 for Triton, got {dtype}")
+    if max(d, dv) > MOST_COLUMNS:
+        raise ValueError(f"d and dv must be at most {MOST_COLUMNS}, got {d} and {dv}")
+    why_not = unserved(Q.device)
+    if why_not:
+        raise ValueError(f"Q is on {Q.device}: {why_not}")
+    if INTERPRETED and dtype == torch.bfloat16:  # its products of bfloat16 are wrong
+        O, L = flash_attention_triton(Q.float(), K.float(), V.float(), causal=causal, scale=scale,
+                                      return_lse=True, tile=tile)
+        return (O.to(dtype), L) if return_lse else O.to(dtype)
+    Br, Bc, num_warps, num_stages = tile or tile_of(platform_of(Q.device), dtype, d, dv, causal)
+
+    scale = visible.scale * LOG2_E
+    if scale < 1e-37:  # the kernel takes the maximum before it scales: that needs a positive scale
+        Q, scale = (-Q, -scale) if scale < -1e-37 else (Q * 0, 1.0)
+    O = Q.new_empty(*Q.shape[:-1], dv)
+    L = Q.new_empty(Q.shape[:-1], dtype=torch.float32)
+    Q_heads, K_heads, V_heads = batched(Q), batched(K), batched(V)  # [B, H, N, d]
+    row_blocks = triton.cdiv(visible.Nq, Br)
+    tiles = row_blocks * L.shape[:-1].numel()
+    if tiles:
+        with current(Q.device):
+            flash_attention_kernel[(min(tiles, programs(Q.device)),)](
+                Q_heads, K_heads, V_heads, O, L,
+                *Q_heads.stride(), *K_heads.stride(), *V_heads.stride(),
+                scale, visible.Nq, visible.Nk, Q_heads.shape[1], visible.G, row_blocks, tiles,
+                d, dv, padded(d), padded(dv), Br, Bc, bool(causal),
+                num_warps=num_warps, num_stages=num_stages)
+    return (O, L) if return_lse else O
+
+
+def unserved(device):
+    """Return in one line why the kernel can't run on `device`, or None where it can."""
+    if INTERPRETED:
+        return None
+    if device.type == "cpu":
+        return "on a CPU Triton's interpreter runs the kernel, set TRITON_INTERPRET=1 for it"
+    backends = {"cuda": {"nvidia", "amd"}, "npu": {"ascend"}}.get(device.type, set())
+    if backends & set(triton.backends.backends):
+        return None
+    package = "triton-ascend==3.2.0" if device.type == "npu" else "triton"
+    return f"the Triton that is installed does not serve it: pip install {package}"
+
+
+def programs(device):
+    """Return how many programs run the tiles: the cube cores of an NPU, where each program has a
+    workspace; on CUDA one for each tile.
+    """
+    if INTERPRETED:
+        return 4
+    if device.type == "npu":
+        return properties(device)["num_aicore"]
+    return 2**31 - 1
+
+
+def current(device):
+    """Make `device` the one that Triton launches on."""
+    return contextlib.nullcontext() if device.type == "cpu" else (
+        accelerator(device.type).device(device))
+
+
+# The command line
+
+
+def with_triton(case, inputs, Br, Bc):
+    """Return {name: call}: standard, flash and fused attention and the kernel."""
+    return {**candidates(case, inputs, Br, Bc),
+            "triton": lambda: flash_attention_triton(*inputs, causal=case.causal)}
+
+
+def refuse(cases, device):
+    """Raise Refused where the kernel can't run all the cases on `device`."""
+    why_not = unserved(device)
+    if why_not:
+        raise cli.Refused(f"{device}: {why_not}")
+    for case in cases:
+        if case.window is not None:
+            raise cli.Refused("the kernel knows causal alone, take --causal instead of --window")
+        if case.dtype not in DTYPES or case.d > MOST_COLUMNS:
+            raise cli.Refused(f"the kernel takes float16, bfloat16 and float32 and head sizes up "
+                              f"to {MOST_COLUMNS}, got {dtype_name(case.dtype)} and {case.d}")
+
+
+def show_verify(cases, args, device):
+    left_out = [case for case in cases if case in VERIFY_CASES and case.dtype not in DTYPES]
+    cases = [case for case in cases if case not in left_out]
+    refuse(cases, device)
+    rows = [verify_row(case, partial(flash_attention_triton, causal=case.causal), device, args.seed)
+            for case in track("verify", cases)]
+    print_verify("Verify: largest differences of the Triton kernel", "triton", rows)
+    if INTERPRETED:
+        console.print("\nrun by Triton's interpreter, not by a GPU or NPU; bfloat16 in float32")
+    for case in left_out:
+        console.print(f"\nleft out: {case.shape} in {dtype_name(case.dtype)}")
+    return rows
+
+
+def show_speed(cases, args, device):
+    refuse(cases, device)
+    if INTERPRETED:
+        raise cli.Refused("Triton's interpreter says nothing of speed: unset TRITON_INTERPRET, on "
+                          "CUDA or an NPU")
+    tool = partial(benchmark_speed, candidates=with_triton)
+    rows = run("speed", tool, cases, args, device)
+    print_speed("Speed: median of calls in turn", rows)
+    return rows
+
+
+def main():
+    return command_line(__doc__.splitlines()[0], {"verify": show_verify, "speed": show_speed},
+                        "one attention call", "triton_")
+
+
+if __name__ == "__main__":
+    cli.serve(main)

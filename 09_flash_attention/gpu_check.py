@@ -1,0 +1,252 @@
+"""Is the Triton kernel right on this GPU, and how fast beside every backend of torch's own SDPA?
+
+    bash scripts/gpu_check.sh
+
+First its error against float64 on the CPU, over dtypes, head sizes, lengths, groups and strides;
+then its bfloat16 forward in turn with SDPA's backends; then the launcher's tile in turn with
+others. It ends within six minutes and writes verify.json, speed.csv and speed.png.
+"""
+
+import csv
+import dataclasses
+import itertools
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `common`
+
+from common import cli
+from common.device import choose, describe, free_bytes
+from common.memory import measure_peak
+from common.report import (
+    console, logarithmic, mib, plotted, print_table, track, whole_file, write_json)
+from common.timing import ratio, square_matmul, time_in_turn
+from cases import Case
+from compile_kernel import HOPPER_TILES
+from flash_attention import kept_flop, print_verify, verify_row
+from flash_triton import DTYPES, flash_attention_triton, platform_of, tile_of
+from judge import assert_agree
+
+import torch
+import torch.nn.functional as F
+
+SECONDS = 330  # after that nothing new is begun
+BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
+TOKENS, WIDTH = 16384, 2048  # of a batch, and of all heads: FlashAttention's own benchmark
+IN_A_ROW = 4  # calls that are timed as one, so that the time to launch them does not count
+
+LENGTHS = (dict(Nq=1, Nk=239), dict(Nq=113, Nk=203), dict(Nq=1023, Nk=1024),
+           dict(Nq=300, Nk=200), dict(Nq=512, heads=8, kv_heads=2, batch=2))
+VERIFY_CASES = [Case(d=d, dtype=dtype, causal=causal, **lengths)
+                for dtype, d, causal, lengths in itertools.product(
+                    DTYPES, (31, 64, 72, 128, 256), (False, True), LENGTHS)]
+SPEED_CASES = [Case(N, batch=TOKENS // N, heads=WIDTH // d, d=d, dtype=torch.bfloat16,
+                    causal=causal)
+               for d, causal, N in itertools.product(
+                   (64, 128), (False, True), (1024, 2048, 4096, 8192, 16384))]
+
+
+def verify(cases, device):
+    """Verify the kernel on each case, and with d=64 on other strides too: VerifyRows."""
+    rows = []
+    for case in track("verify", cases):
+        attend = partial(flash_attention_triton, causal=case.causal)
+        rows.append(verify_row(case, attend, device, seed=0))
+        if case.d == 64:
+            rows.append(verify_row(case, partial(on_transposed, attend), device, seed=0))
+    return rows
+
+
+def on_transposed(attend, *inputs):
+    """Call attend on inputs whose rows are columns in memory."""
+    return attend(*(x.mT.contiguous().mT for x in inputs))
+
+
+@dataclass
+class BackendRow:
+    """Medians of one call; ratio_to_triton: times as fast as the kernel, with its quartiles.
+
+    None: not run, and `why` says why.
+    """
+
+    name: str
+    d: int
+    causal: bool
+    N: int
+    batch: int
+    heads: int
+    seconds: Optional[float] = None
+    tflops: Optional[float] = None
+    matmul_share: Optional[float] = None
+    peak_bytes: Optional[int] = None
+    ratio_to_triton: Optional[float] = None
+    ratio_low: Optional[float] = None
+    ratio_high: Optional[float] = None
+    why: str = ""
+
+
+def compare_backends(case, device, matmul_size=8192):
+    """Time the kernel in turn with each backend of SDPA that takes the case: a BackendRow each.
+
+    tflops counts the kept score pairs only; matmul_share is of a large matmul in the same rounds.
+    Raises RuntimeError where a backend and the kernel disagree, by `judge.assert_agree`.
+    """
+    inputs = case.inputs(device, seed=0)
+    calls = {"triton": partial(flash_attention_triton, *inputs, causal=case.causal)}
+    expected, refusals = calls["triton"](), {}
+    for name in BACKENDS:
+        call = partial(sdpa, name, inputs, case.causal)
+        if name == "MATH" and 4 * 4 * case.batch * case.heads * case.Nq**2 > free_bytes(device):
+            refusals[name] = "no room"
+            continue
+        try:
+            found = call()
+        except (RuntimeError, AttributeError) as refusal:  # no kernel for it; torch has no such
+            refusals[name] = str(refusal).splitlines()[0]
+            continue
+        assert_agree(name, found, expected)
+        calls[name] = call
+    peaks = {name: measure_peak(call, device).total for name, call in calls.items()}
+    matmul, matmul_flop = square_matmul(case.dtype, device, matmul_size)
+    seconds = time_in_turn({**{name: partial(in_a_row, call) for name, call in calls.items()},
+                            "matmul": matmul}, device, budget=1.5)
+    matmul_rate = matmul_flop / statistics.median(seconds["matmul"])
+    rows = []
+    for name in ("triton", *BACKENDS):
+        row = BackendRow(name, case.d, case.causal, case.Nq, case.batch, case.heads,
+                         why=refusals.get(name, ""))
+        if name in calls:
+            row.seconds = statistics.median(seconds[name]) / IN_A_ROW
+            rate = kept_flop(case) / row.seconds
+            row.tflops, row.matmul_share, row.peak_bytes = (
+                rate / 1e12, rate / matmul_rate, peaks[name])
+            row.ratio_to_triton, (row.ratio_low, row.ratio_high) = ratio(
+                seconds["triton"], seconds[name])
+        rows.append(row)
+    return rows
+
+
+def sdpa(name, inputs, causal):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(getattr(SDPBackend, name)):
+        return F.scaled_dot_product_attention(*inputs, is_causal=causal)
+
+
+def in_a_row(call):
+    for _ in range(IN_A_ROW):
+        call()
+
+
+def print_speed(rows):
+    cells = []
+    for r in rows:
+        shape = r.name, r.d, r.causal, f"{r.batch}x{r.heads}x{r.N}"
+        if r.seconds is None:
+            cells.append((*shape, "not run", *"-----"))
+            continue
+        cells.append((*shape, f"{r.seconds * 1e3:.4g}", f"{r.tflops:.4g}", f"{r.matmul_share:.0%}",
+                      mib(r.peak_bytes), f"{r.ratio_to_triton:.3g}",
+                      f"{r.ratio_low:.3g} to {r.ratio_high:.3g}"))
+    print_table("Speed: bfloat16 forward, median of calls in turn",
+                ["name", "d", "causal", "B x H x N", "ms", "TFLOP/s", "of matmul", "peak MiB",
+                 "times as fast as triton", "quartiles"], cells)
+    for name, why in dict.fromkeys((r.name, r.why) for r in rows if r.why):
+        console.print(f"\n{name} not run: {why}")
+
+
+def print_held(rows):
+    """Say whether the kernel is as fast as the lesson asks on Hopper."""
+    for r in rows:
+        if r.name == "triton" or r.ratio_to_triton is None or r.N < 2048:
+            continue
+        if r.name == "FLASH_ATTENTION" and r.ratio_to_triton > 1:
+            console.print(f"slower than SDPA's flash at d={r.d}, causal {r.causal}, N={r.N}")
+        if r.d == 128 and r.N >= 8192 and r.ratio_to_triton > 1 / 0.9:
+            console.print(f"below 0.9 of {r.name} at d=128, causal {r.causal}, N={r.N}")
+
+
+def write_speed(folder, rows, where):
+    """Write speed.csv and speed.png."""
+    with whole_file(folder / "speed.csv") as part, open(part, "w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(BackendRow)])
+        writer.writeheader()
+        writer.writerows(map(dataclasses.asdict, rows))
+    panels = sorted({(r.d, r.causal) for r in rows})
+    with plotted(folder / "speed.png", 1, len(panels), figsize=(4 * len(panels), 4),
+                 sharey=True, squeeze=False) as axes:
+        for (d, causal), panel in zip(panels, axes[0]):
+            for name in ("triton", *BACKENDS):
+                points = [(r.N, r.tflops) for r in rows
+                          if (r.name, r.d, r.causal) == (name, d, causal) and r.tflops]
+                if points:
+                    panel.plot(*zip(*points), marker="o", label=name)
+            logarithmic(panel, {r.N for r in rows})
+            panel.set(title=f"d={d}{', causal' if causal else ''}", xlabel="sequence length N")
+        axes[0][0].set(ylabel=f"TFLOP/s on {where}")
+        axes[0][0].legend()
+
+
+def compare_tiles(case, device):
+    """Time the kernel's tiles in turn: [(tile, times as fast as the launcher's), ...]."""
+    inputs = case.inputs(device, seed=0)
+    chosen = tile_of(platform_of(device), case.dtype, case.d, case.d, case.causal)
+    calls = {}
+    for tile in dict.fromkeys([chosen, *HOPPER_TILES[case.dtype.itemsize]]):
+        call = partial(flash_attention_triton, *inputs, causal=case.causal, tile=tile)
+        try:
+            call()
+        except Exception as refusal:  # Triton's OutOfResources: this chip has less
+            console.print(f"tile {tile}: {str(refusal).splitlines()[0]}")
+            continue
+        calls[tile] = partial(in_a_row, call)
+    seconds = time_in_turn(calls, device, budget=1)
+    return [(tile, ratio(seconds[chosen], seconds[tile])[0]) for tile in calls]
+
+
+def main():
+    options = cli.Parser(description=__doc__.splitlines()[0])
+    options.add_argument("--device", default="auto", help="auto or cuda[:i] (auto)")
+    options.add_argument("--folder", type=cli.folder_to_write, default="results/gpu_check",
+                         help="where the files go (results/gpu_check)")
+    args = options.parse_args()
+    device, folder = choose(args.device), Path(args.folder)
+    if device.type != "cuda":
+        raise cli.Refused(f"it needs a CUDA GPU, found {device}")
+    console.print(f"device: {describe(device)}")
+    end = time.perf_counter() + SECONDS
+
+    checked = verify(VERIFY_CASES, device)
+    failed = [row for row in checked if not row.passed]
+    largest = [max((row for row in checked if row.dtype == dtype), key=lambda r: r.error_flash)
+               for dtype in dict.fromkeys(row.dtype for row in checked)]
+    print_verify(f"Verify: {len(failed)} of {len(checked)} fail; these and the largest errors",
+                 "triton", failed + largest)
+    write_json(folder / "verify.json", device, [("verify", row) for row in checked])
+
+    rows, tiles = [], []
+    for case in track("speed", SPEED_CASES):
+        if time.perf_counter() < end:
+            rows += compare_backends(case, device)
+    print_speed(rows)
+    print_held(rows)
+    write_speed(folder, rows, torch.cuda.get_device_name(device))
+
+    for case in track("tiles", [case for case in SPEED_CASES if case.Nq == 8192]):
+        if time.perf_counter() < end:
+            tiles += [(case.d, case.causal, "{}x{}, {} warps, {} stages".format(*tile),
+                       f"{times:.3g}") for tile, times in compare_tiles(case, device)]
+    print_table("Tiles at N=8192", ["d", "causal", "Br x Bc", "times as fast as the launcher's"],
+                tiles, left=3)
+    if time.perf_counter() > end:
+        console.print(f"\nnot all was begun: {SECONDS} s were over")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    cli.serve(main)

@@ -1,0 +1,251 @@
+"""The Triton kernel, run by Triton's interpreter, means what the tiled forward means."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from flash_attention import flash_attention_forward, standard_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import oracle
+from test_forward import inputs
+
+triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
+
+import flash_triton
+from flash_triton import flash_attention_triton, padded, programs, tile_of
+
+FOLDER = Path(flash_triton.__file__).parent
+HALF = (torch.float16, torch.bfloat16)
+SMALL = (16, 32, 4, 1)  # a tile of 16 x 32: short inputs have several
+
+
+def check(Q, K, V, tile=SMALL, **options):
+    """Hold O and L to the float64 oracle: float32 to 1e-5, half types by the 2x rule."""
+    O, L = flash_attention_triton(Q, K, V, tile=tile, return_lse=True, **options)
+    expected_O, expected_L = oracle(Q, K, V, **options)
+    assert O.dtype == Q.dtype and O.shape == (*Q.shape[:-1], V.shape[-1])
+    assert L.dtype == torch.float32 and L.shape == Q.shape[:-1]
+    assert torch.equal(L == -math.inf, expected_L == -math.inf)
+    torch.testing.assert_close(L.double(), expected_L, rtol=0, atol=1e-5)
+    error = (O.double() - expected_O).abs().max().item()
+    if Q.dtype == torch.float32:
+        assert error < 1e-5
+    else:
+        standard = standard_attention(Q, K, V, **options).double()
+        assert error <= 2 * (standard - expected_O).abs().max().item()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [31, 64, 72, 128])
+@pytest.mark.parametrize("Nq, Nk", [(1, 39), (13, 50), (65, 65), (70, 33), (64, 64)])
+def test_float32_at_any_length_and_head_size(Nq, Nk, d, causal):
+    check(*inputs(Nq, Nk, d, dtype=torch.float32, lead=(1,)), causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [31, 64, 72, 128])
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_types_by_the_2x_rule(dtype, d, causal):
+    check(*inputs(70, 83, d, dtype=dtype, lead=(1,)), causal=causal)
+
+
+@pytest.mark.parametrize("d, dv", [(1, 1), (16, 40), (256, 8), (8, 256)])
+def test_the_smallest_and_largest_head_sizes_and_v_of_another(d, dv):
+    check(*inputs(9, 20, d, dv, dtype=torch.float32, lead=(1,)))
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 1, 3)])
+def test_any_number_of_leading_dimensions(lead):
+    check(*inputs(5, 7, lead=lead, dtype=torch.float32), causal=True)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_grouped_heads_read_their_own_key_value_head(kv_heads):
+    Q, _, _ = inputs(5, lead=(2, 6), dtype=torch.float32)
+    _, K, V = inputs(5, 9, lead=(2, kv_heads), dtype=torch.float32)
+    check(Q, K, V, causal=True)
+
+
+def strided(x, kind):
+    if kind == "heads inside":  # [B, N, H, d] seen as [B, H, N, d], as most models hold it
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "columns first":
+        return x.mT.contiguous().mT
+    if kind == "every second":
+        return x.repeat_interleave(2, -1)[..., ::2]
+    return x[:1, :1].expand(x.shape)
+
+
+@pytest.mark.parametrize("kind", ["heads inside", "columns first", "every second", "expanded"])
+def test_strides_are_honoured(kind):
+    Q, K, V = inputs(20, 40, lead=(2, 3), dtype=torch.float32)
+    check(*(strided(x, kind) for x in (Q, K, V)))
+
+
+@pytest.mark.parametrize("scale", [None, 0.3, 2, 0.0, -0.5, 1e-40])
+def test_any_scale(scale):
+    check(*inputs(20, 40, dtype=torch.float32), scale=scale, causal=True)
+
+
+def test_scores_whose_exp_overflows():
+    Q, K, V = inputs(20, 40, dtype=torch.float32)
+    O, expected = flash_attention_triton(1000 * Q, K, V), oracle(1000 * Q, K, V)[0]
+    # A score of 3000 in float32 is off by 1e-4, and so is each weight.
+    torch.testing.assert_close(O.double(), expected, rtol=0, atol=1e-3)
+
+
+def test_a_row_that_sees_no_key_is_zero_and_l_is_minus_inf():
+    Q, K, V = inputs(50, 20, dtype=torch.float32)
+    O, L = flash_attention_triton(Q, K, V, causal=True, return_lse=True, tile=SMALL)
+    assert (O[:, :30] == 0).all() and (L[:, :30] == -math.inf).all() and L[:, 30:].isfinite().all()
+
+
+def test_a_key_that_a_query_block_does_not_see_may_be_nan():
+    Q, K, V = inputs(32, 32, dtype=torch.float32)
+    K[:, 16:], V[:, 16:] = math.nan, math.inf
+    O = flash_attention_triton(Q, K, V, causal=True, tile=SMALL)
+    torch.testing.assert_close(O[:, :16], flash_attention_triton(
+        Q[:, :16], K[:, :16], V[:, :16], causal=True), rtol=0, atol=1e-6)
+    assert O[:, 16:].isnan().any()
+
+
+def test_nan_in_a_query_stays_in_its_row():
+    Q, K, V = inputs(5, 5, dtype=torch.float32)
+    Q[0, 2] = math.nan
+    O, L = flash_attention_triton(Q, K, V, return_lse=True)
+    assert O[0].isnan().any(-1).tolist() == L[0].isnan().tolist() == [0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("Nq, Nk, lead", [(0, 3, (2,)), (3, 0, (2,)), (3, 3, (0,)), (3, 3, (2, 0))])
+def test_empty_inputs_are_those_of_the_tiled_forward(Nq, Nk, lead):
+    Q, K, V = inputs(Nq, Nk, lead=lead, dtype=torch.float32)
+    for found, expected in zip(flash_attention_triton(Q, K, V, return_lse=True),
+                               flash_attention_forward(Q, K, V, return_lse=True)):
+        assert torch.equal(found, expected)
+
+
+def test_programs_share_the_tiles_and_each_is_taken_once():
+    calls = inputs(100, 40, lead=(3,), dtype=torch.float32)  # 21 tiles for 4 programs
+    assert programs(torch.device("cpu")) < 21
+    check(*calls)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_random_problems(data):
+    draw = data.draw
+    size = st.integers(1, 50)
+    Hkv, G, d, dv = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)])) + (
+        draw(st.integers(1, 40)), draw(st.integers(1, 40)))
+    Nq, Nk = draw(size), draw(size)
+    Q, _, _ = inputs(Nq, Nk, d, lead=(1, Hkv * G), dtype=torch.float32, seed=draw(size))
+    _, K, V = inputs(Nq, Nk, d, dv, lead=(1, Hkv), dtype=torch.float32, seed=draw(size))
+    tile = draw(st.sampled_from([(16, 16, 4, 1), (16, 64, 4, 1), (64, 16, 4, 1)]))
+    check(Q, K, V, tile, causal=draw(st.booleans()), scale=draw(st.sampled_from([None, 0.5])))
+
+
+# Errors
+
+
+@pytest.mark.parametrize("change, error, said", [
+    (dict(Q=torch.ones(2, 3, 4, dtype=torch.float64)), TypeError, "K must have Q's dtype"),
+    (dict(K=torch.ones(2, 3, 5)), ValueError, "same last dimension"),
+    (dict(V=torch.ones(2, 4, 4)), ValueError, "K and V must agree"),
+    (dict(scale=math.nan), ValueError, "scale must be"),
+    (dict(Q=torch.ones(2, 3, 4, requires_grad=True)), ValueError, "Q wants a gradient"),
+])
+def test_wrong_input_raises_as_in_the_tiled_forward(change, error, said):
+    arguments = {**dict.fromkeys("QKV", torch.ones(2, 3, 4)), **change}
+    for attend in (flash_attention_triton, flash_attention_forward):
+        with pytest.raises(error, match=said):
+            attend(**arguments)
+
+
+def test_float64_and_large_heads_are_refused():
+    x = torch.ones(1, 3, 4, dtype=torch.float64)
+    with pytest.raises(TypeError, match="float16, bfloat16 or float32.*float64"):
+        flash_attention_triton(x, x, x)
+    x = torch.ones(1, 3, 257)
+    with pytest.raises(ValueError, match="at most 256, got 257"):
+        flash_attention_triton(x, x, x)
+
+
+# What is launched where
+
+
+@pytest.mark.parametrize("kind, backends, said", [
+    ("cuda", {"nvidia"}, None), ("cuda", {"amd"}, None), ("npu", {"ascend"}, None),
+    ("cuda", {"ascend"}, "pip install triton"), ("npu", {"nvidia"}, "triton-ascend==3.2.0"),
+    ("cpu", {"nvidia"}, "TRITON_INTERPRET=1")])
+def test_a_device_that_this_triton_does_not_serve_is_named(kind, backends, said, monkeypatch):
+    monkeypatch.setattr(flash_triton, "INTERPRETED", False)
+    monkeypatch.setattr(triton.backends, "backends", dict.fromkeys(backends))
+    found = flash_triton.unserved(SimpleNamespace(type=kind))
+    assert found is None if said is None else said in found
+
+
+@pytest.mark.parametrize("kind, of_the_chip, count, platform", [
+    ("npu", {"num_aicore": 20}, 20, "npu"),
+    ("cuda", {"max_shared_mem": 232448}, 2**31 - 1, "hopper"),
+    ("cuda", {"max_shared_mem": 101376}, 2**31 - 1, "cuda")])
+def test_ascend_gets_a_program_for_each_cube_core(kind, of_the_chip, count, platform, monkeypatch):
+    monkeypatch.setattr(flash_triton, "INTERPRETED", False)
+    monkeypatch.setattr(flash_triton, "properties", lambda device: of_the_chip)
+    device = SimpleNamespace(type=kind, index=0)
+    assert programs(device) == count and flash_triton.platform_of(device) == platform
+
+
+@pytest.mark.parametrize("platform", ["npu", "hopper", "cuda", "interpreter"])
+def test_each_head_size_has_a_tile(platform):
+    for dtype in flash_triton.DTYPES:
+        for d in range(1, 257):
+            for causal in (False, True):
+                assert len(tile_of(platform, dtype, d, 64, causal)) == 4
+        assert padded(d) == 256
+
+
+# The command line
+
+
+def run(*options, **environment):
+    """Run flash_triton.py as a user does; return (exit status, stdout, stderr)."""
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, FOLDER / "flash_triton.py", *options], text=True,
+                          capture_output=True, env={**inherited, **environment}, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_verify_on_a_cpu_passes_and_says_who_ran_it(tmp_path):
+    file = tmp_path / "rows.json"
+    code, out, err = run("--device", "cpu", "--seq-len", "40", "--causal", "--json", str(file),
+                         TRITON_INTERPRET="1")
+    assert code == 0, err
+    assert "triton - float64" in out and "pass" in out and "interpreter" in out
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["tool"] == "verify" and row["causal"] and row["passed"] and row["shape"] == "1x40x64"
+
+
+@pytest.mark.parametrize("options, environment, said", [
+    (["--device", "cpu"], {}, "TRITON_INTERPRET=1"),
+    (["--mode", "speed"], {"TRITON_INTERPRET": "1"}, "nothing of speed"),
+    (["--dtype", "float64"], {"TRITON_INTERPRET": "1"}, "float64"),
+    (["--head-dim", "300"], {"TRITON_INTERPRET": "1"}, "up to 256"),
+    (["--window", "1", "1"], {"TRITON_INTERPRET": "1"}, "--causal"),
+])
+def test_what_can_not_be_served_is_one_line_and_exit_2(options, environment, said):
+    code, _, err = run("--seq-len", "16", *options, **environment)
+    assert code == 2 and said in err and len(err.splitlines()) == 1
+
+
+def test_a_missing_triton_is_one_line_that_says_how_to_get_it(tmp_path):
+    (tmp_path / "triton.py").write_text("raise ImportError(\"No module named 'triton'\")")
+    code, _, err = run(PYTHONPATH=str(tmp_path))
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "pip install triton" in err and "triton-ascend==3.2.0" in err

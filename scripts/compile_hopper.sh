@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Compile the Triton kernel for Hopper, without a GPU, and print what it takes on the chip. What follows goes to
+# compile_kernel.py:
+#   bash scripts/compile_hopper.sh --dtype bfloat16 --head-dim 128
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup.sh
+exec .venv/bin/python 09_flash_attention/compile_kernel.py hopper "$@"

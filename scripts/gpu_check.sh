@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Check and time the Triton kernel on this machine's CUDA GPU within six minutes, once torch is there:
+#   bash scripts/gpu_check.sh
+# A python3 whose torch sees the GPU and that has Triton, rich and matplotlib is taken; else .venv is made.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+if ! "$python" -c 'import matplotlib, rich, torch, triton; torch.zeros(1, device="cuda")' 2>/dev/null; then
+  bash scripts/setup.sh
+  python=.venv/bin/python
+fi
+exec "$python" 09_flash_attention/gpu_check.py "$@"
