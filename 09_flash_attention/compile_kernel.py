@@ -220,6 +220,10 @@ class HopperRow:
 
 def hopper_rows(dtypes, sizes):
     """Compile for Hopper: a HopperRow for each dtype, head size, causal or not, and tile."""
+    found = tuple(map(int, triton.__version__.split(".")[:2]))
+    if "nvidia" not in triton.backends.backends or found < (3, 3):
+        raise cli.Refused(f"it needs Triton 3.3 or newer for CUDA, found {triton.__version__}: "
+                          "bash scripts/compile_hopper.sh installs it")
     rows = []
     problems = list(itertools.product(dtypes, sizes, (False, True)))
     for dtype, d, causal in track("compile", problems):

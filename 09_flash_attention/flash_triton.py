@@ -214,22 +214,24 @@ def flash_attention_triton(Q, K, V, *, causal=False, scale=None, return_lse=Fals
         O, L = flash_attention_triton(Q.float(), K.float(), V.float(), causal=causal, scale=scale,
                                       return_lse=True, tile=tile)
         return (O.to(dtype), L) if return_lse else O.to(dtype)
-    Br, Bc, num_warps, num_stages = tile or tile_of(platform_of(Q.device), dtype, d, dv, causal)
+    platform = platform_of(Q.device)
+    Br, Bc, num_warps, num_stages = tile or tile_of(platform, dtype, d, dv, causal)
 
     scale = visible.scale * LOG2_E
     if scale < 1e-37:  # the kernel takes the maximum before it scales: that needs a positive scale
         Q, scale = (-Q, -scale) if scale < -1e-37 else (Q * 0, 1.0)
     O = Q.new_empty(*Q.shape[:-1], dv)
     L = Q.new_empty(Q.shape[:-1], dtype=torch.float32)
-    Q_heads, K_heads, V_heads = batched(Q), batched(K), batched(V)  # [B, H, N, d]
+    heads = [batched(x) for x in (Q, K, V)]  # [B, H, N, d]
+    if platform == "npu":  # other columns than adjacent ones take more of UB than the tile leaves
+        heads = [x if x.stride(-1) == 1 else x.new_empty(x.shape).copy_(x) for x in heads]
     row_blocks = triton.cdiv(visible.Nq, Br)
     tiles = row_blocks * L.shape[:-1].numel()
     if tiles:
         with current(Q.device):
             flash_attention_kernel[(min(tiles, programs(Q.device)),)](
-                Q_heads, K_heads, V_heads, O, L,
-                *Q_heads.stride(), *K_heads.stride(), *V_heads.stride(),
-                scale, visible.Nq, visible.Nk, Q_heads.shape[1], visible.G, row_blocks, tiles,
+                *heads, O, L, *(stride for x in heads for stride in x.stride()),
+                scale, visible.Nq, visible.Nk, heads[0].shape[1], visible.G, row_blocks, tiles,
                 d, dv, padded(d), padded(dv), Br, Bc, bool(causal),
                 num_warps=num_warps, num_stages=num_stages)
     return (O, L) if return_lse else O

@@ -94,11 +94,24 @@ def test_any_scale(scale):
     check(*inputs(20, 40, dtype=torch.float32), scale=scale, causal=True)
 
 
-def test_scores_whose_exp_overflows():
+@pytest.mark.parametrize("times, shift", [(1000, 0), (1, 20)])
+def test_scores_whose_exp_overflows_or_underflows(times, shift):
     Q, K, V = inputs(20, 40, dtype=torch.float32)
-    O, expected = flash_attention_triton(1000 * Q, K, V), oracle(1000 * Q, K, V)[0]
+    Q, K = times * Q + shift, K - shift
+    O, expected = flash_attention_triton(Q, K, V), oracle(Q, K, V)[0]
     # A score of 3000 in float32 is off by 1e-4, and so is each weight.
     torch.testing.assert_close(O.double(), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("d", [31, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_lies_beside_a_view_is_not_read_into_it(d, causal):
+    views = []
+    for x in inputs(40, 70, d, dtype=torch.float32):
+        around = torch.full((2, x.shape[1] + 64, 128), math.nan)
+        around[:, : x.shape[1], :d] = x
+        views.append(around[:, : x.shape[1], :d])
+    check(*views, causal=causal)
 
 
 def test_a_row_that_sees_no_key_is_zero_and_l_is_minus_inf():
@@ -107,6 +120,7 @@ def test_a_row_that_sees_no_key_is_zero_and_l_is_minus_inf():
     assert (O[:, :30] == 0).all() and (L[:, :30] == -math.inf).all() and L[:, 30:].isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
 def test_a_key_that_a_query_block_does_not_see_may_be_nan():
     Q, K, V = inputs(32, 32, dtype=torch.float32)
     K[:, 16:], V[:, 16:] = math.nan, math.inf
@@ -200,6 +214,23 @@ def test_ascend_gets_a_program_for_each_cube_core(kind, of_the_chip, count, plat
     monkeypatch.setattr(flash_triton, "properties", lambda device: of_the_chip)
     device = SimpleNamespace(type=kind, index=0)
     assert programs(device) == count and flash_triton.platform_of(device) == platform
+
+
+def test_ascend_reads_adjacent_columns_in_its_own_tile(monkeypatch):
+    launched = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *given, **options: launched.append(given) or real[grid](*given, **options)
+
+    real = flash_triton.flash_attention_kernel
+    monkeypatch.setattr(flash_triton, "flash_attention_kernel", Recorder())
+    monkeypatch.setattr(flash_triton, "platform_of", lambda device: "npu")
+    Q, K, V = (strided(x, "columns first") for x in inputs(20, 40, dtype=torch.float32))
+    check(Q[..., :1], K[..., :1], V, tile=None, causal=True)
+    [given] = launched
+    assert [x.stride(-1) for x in given[:3]] == [1, 1, 1]
+    assert given[-3:-1] == tile_of("npu", torch.float32, 1, 8, True)[:2]
 
 
 @pytest.mark.parametrize("platform", ["npu", "hopper", "cuda", "interpreter"])
