@@ -131,6 +131,8 @@ def ascend_compiler():
             command = [*command, f"--save-temps={seen['folder']}"]
         done = subprocess.run(command, **{**options, "check": False})
         seen["said"] = done.stderr.decode()
+        if done.returncode < 0:  # it crashed, and the last line is of no use
+            seen["said"] = f"{Path(command[0]).name} ended by signal {-done.returncode}"
         done.check_returncode()
         return done
 
