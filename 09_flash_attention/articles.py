@@ -38,10 +38,11 @@ def measured(device, seed=0):
     """Return the claims that this machine can measure: accuracy, memory and time."""
     claims = []
     said = ("1.19e-07", "1.34e-07", "1.79e-07", "2.09e-07")
-    for row, says in zip(compare_and_verify(ARTICLE_CASES, device=device, seed=seed), said):
+    rows = compare_and_verify(ARTICLE_CASES, device=device, seed=seed)
+    for row, says in zip((row for row in rows if row.name == "flash"), said):
         claims.append(Claim(1, f"largest difference, {row.shape}", says, f"{row.max_diff:.2e}",
                             "other inputs and another order of sums"))
-    standard, flash, _ = profile_memory([Case(MEMORY_N)], device=device, seed=seed)
+    standard, flash, *_ = profile_memory([Case(MEMORY_N)], device=device, seed=seed)
     total, without = standard.peak_bytes, standard.peak_bytes_without_result
     claims += [
         Claim(1, f"standard peak, N={MEMORY_N}", "130 MB", f"{mib(total)} MiB",
@@ -51,7 +52,7 @@ def measured(device, seed=0):
         Claim(1, "saved", "95 %", f"{1 - flash.peak_bytes / total:.1%}",
               f"its own 130 and 1 MB give {1 - 1 / 130:.1%}"),
     ]
-    standard, small, _ = benchmark_speed([Case(SPEED_N)], 64, 64, device=device, seed=seed)
+    standard, small, *_ = benchmark_speed([Case(SPEED_N)], 64, 64, device=device, seed=seed)
     large = benchmark_speed([Case(SPEED_N)], "auto", "auto", device=device, seed=seed)[1]
     claims += [
         Claim(1, f"standard, N={SPEED_N}", "0.1 ms", _ms(standard), "its device is a 910B3"),

@@ -23,13 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `common`
 from common import cli  # first: Ctrl-C is quiet from here on
 from common.device import choose, describe, free_bytes  # before torch: see there
 from common.memory import measure_peak
-from common.report import console, mib, plot_curves, print_table, quotient, track, write_json
+from common.report import console, track, write_json
 from common.timing import count_launches, ratio, square_matmul, time_in_turn
 from cases import VERIFY_CASES, Case, cases_of, dtype_name, parser, verify_cases
-from fused import fused_attention
+from fused import fused_attention, triton_attention
 from judge import assert_agree, exact, judge
+from show import fitted_exponents, plot, print_memory, print_speed, print_trace, print_verify
 from tiles import choose_tile
-from visible import Visible
+from visible import Visible, refuse_gradients
 
 import torch
 
@@ -155,20 +156,15 @@ def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None
     return (O, L.squeeze(-1)) if return_lse else O
 
 
-def refuse_gradients(**inputs):
-    """Raise ValueError for an input that wants a gradient."""
-    for name, tensor in inputs.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} wants a gradient, got requires_grad=True: this is the "
-                             "forward alone, call it under torch.no_grad()")
-
-
 # The tools: each returns rows and prints nothing.
 
 
 @dataclass
 class VerifyRow:
-    """Largest absolute differences: flash - standard, and each from the float64 oracle."""
+    """Largest absolute differences: flash - standard, and each from the float64 oracle.
+
+    name: 'flash', or 'triton' where that kernel stands in the place of flash.
+    """
 
     shape: str
     dtype: str
@@ -177,19 +173,27 @@ class VerifyRow:
     error_flash: float
     error_standard: float
     passed: bool
+    name: str = "flash"
 
 
 def compare_and_verify(cases=VERIFY_CASES, Br=64, Bc=64, *, device="cpu", seed=0):
-    """Compare flash with standard attention, and both with float64 on the CPU: a VerifyRow a case.
+    """Compare flash with standard attention, and both with float64 on the CPU: a VerifyRow a case,
+    and one more for the Triton kernel where it runs.
 
     `judge.py` says when a case passes: flash's error is at most twice standard's. Raises Refused
     where the score matrices of the two references don't fit into memory.
     """
-    flash = partial(flash_attention_forward, Br=Br, Bc=Bc)
-    return [verify_row(case, partial(flash, **case.masks), device, seed) for case in cases]
+    rows = []
+    for case in cases:
+        flash = partial(flash_attention_forward, Br=Br, Bc=Bc, **case.masks)
+        rows.append(verify_row("flash", case, flash, device, seed))
+        triton, _ = triton_attention(case, torch.device(device))
+        if triton:
+            rows.append(verify_row("triton", case, triton, device, seed))
+    return rows
 
 
-def verify_row(case, attend, device, seed):
+def verify_row(name, case, attend, device, seed):
     """Compare attend(Q, K, V) as `compare_and_verify` does: a VerifyRow."""
     (*lead, Nq, _), (*_, Nk, _), _ = case.shapes
     need, room = 3 * 8 * math.prod(lead) * Nq * Nk, free_bytes(torch.device("cpu"))
@@ -199,7 +203,7 @@ def verify_row(case, attend, device, seed):
     Q, K, V = case.inputs(device, seed)
     found, standard = attend(Q, K, V), standard_attention(Q, K, V, **case.masks)
     return VerifyRow(case.shape, dtype_name(case.dtype), case.causal,
-                     *judge(found, standard, exact(Q, K, V, case)))
+                     *judge(found, standard, exact(Q, K, V, case)), name)
 
 
 @dataclass
@@ -214,7 +218,7 @@ class MemoryRow:
 
 
 def profile_memory(cases, Br=64, Bc=64, *, device="cpu", seed=0):
-    """Measure the peak memory of standard, flash and fused attention: three MemoryRows a case.
+    """Measure the peak memory of the `candidates`: a MemoryRow each, for each case.
 
     A candidate whose theoretical peak exceeds the free memory is not run.
     """
@@ -281,16 +285,21 @@ class SpeedRow:
 
 
 def candidates(case, inputs, Br, Bc):
-    """Return {name: call}: standard, flash and fused attention."""
-    return {
+    """Return {name: call}: standard, flash and fused attention, and Triton's kernel off the CPU."""
+    found = {
         "standard": lambda: standard_attention(*inputs, **case.masks),
         "flash": lambda: flash_attention_forward(*inputs, Br, Bc, **case.masks),
         "fused": lambda: fused_attention(*inputs, **case.masks),
     }
+    device = inputs[0].device
+    triton = device.type != "cpu" and triton_attention(case, device)[0]
+    if triton:
+        found["triton"] = lambda: triton(*inputs)
+    return found
 
 
-def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0, candidates=candidates):
-    """Time standard, flash and fused attention in turn: three SpeedRows a case.
+def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0):
+    """Time the `candidates` in turn: a SpeedRow each, for each case.
 
     seconds is the median of the rounds, ratio_to_standard the median of the ratios round by round;
     tflops counts the kept score pairs only. Each must first agree with standard attention, by
@@ -384,76 +393,33 @@ def tiles(args):
 
 def show_verify(cases, args, device):
     rows = run("verify", compare_and_verify, cases, args, device)
-    print_verify(f"Verify: largest differences, tiles {tiles(args)}", "flash", rows)
+    print_verify(f"Verify: largest differences, tiles {tiles(args)}", rows)
+    say_of_triton(cases, device)
     return rows
 
 
-def print_verify(title, name, rows):
-    print_table(
-        title,
-        ["Q (K V)", "dtype", f"{name} - standard", f"{name} - float64", "standard - float64",
-         "result"],
-        [(r.shape, r.dtype, f"{r.max_diff:.2e}", f"{r.error_flash:.2e}", f"{r.error_standard:.2e}",
-          "pass" if r.passed else "FAIL") for r in rows])
+def say_of_triton(cases, device):
+    """Say why the Triton kernel is not among the rows, where it is not."""
+    for why_not in dict.fromkeys(triton_attention(case, device)[1] for case in cases):
+        if why_not:
+            console.print(f"\ntriton: {why_not}")
 
 
 def show_memory(cases, args, device):
     rows = run("memory", profile_memory, cases, args, device)
-    standard = {r.shape: r for r in rows if r.name == "standard"}
-    print_table(
-        f"Memory: peak of one call in MiB, tiles {tiles(args)}",
-        ["name", "Q (K V)", "peak", "formula", "standard / this", "without result",
-         "standard / this"],
-        [(r.name, r.shape, mib(r.peak_bytes), mib(r.theory_bytes),
-          quotient(standard[r.shape].peak_bytes, r.peak_bytes), mib(r.peak_bytes_without_result),
-          quotient(standard[r.shape].peak_bytes_without_result, r.peak_bytes_without_result))
-         for r in rows])
-    console.print("\nformula = the result and what must stand beside it: S and P (standard); a "
-                  "tile of S_block, O_block and Q_block and five columns (flash); L (fused).")
-    beyond = ", ".join(f"{r.name} {(r.peak_bytes - r.theory_bytes) / 2**20:+.4f}"
-                       for r in rows[-3:] if r.peak_bytes is not None)
-    console.print(f"peak - formula at {rows[-1].shape}, in MiB: {beyond}. Beyond the formula stand "
-                  "the fused kernel's working buffers and further outputs, float32 copies of "
-                  "half-precision inputs, and on a GPU or NPU the allocator's rounding.")
+    print_memory(f"Memory: peak of one call in MiB, tiles {tiles(args)}", rows)
+    say_of_triton(cases, device)
     return rows
 
 
 def show_speed(cases, args, device):
     rows = run("speed", benchmark_speed, cases, args, device)
     print_speed("Speed: median of calls in turn", rows)
+    say_of_triton(cases, device)
     if len({case.Nq for case in cases}) > 1:
         console.print("\ntime grows as N to the power of: " + ", ".join(
             f"{name} {exponent:.2f}" for name, exponent in fitted_exponents(cases, rows).items()))
     return rows
-
-
-def print_speed(title, rows):
-    cells = []
-    for r in rows:
-        name = f"{r.name} {r.Br}x{r.Bc}" if r.Br else r.name
-        if r.seconds is None:
-            cells.append((name, r.shape, "no room", *"-----"))
-            continue
-        spread = "{:.3g} to {:.3g}".format(*r.ratio_spread) if r.ratio_spread else "-"
-        cells.append((name, r.shape, f"{r.seconds * 1e3:.4g}", quotient(r.ratio_to_standard, 1),
-                      spread, f"{r.tflops:.3g}", f"{r.matmul_share:.0%}", r.launches))
-    print_table(title, ["name", "Q (K V)", "ms", "times as fast as standard", "quartiles",
-                        "TFLOP/s", "of matmul", "launches"], cells)
-
-
-def fitted_exponents(cases, rows):
-    """Return {name: slope of log(seconds) over log(N)}, least squares."""
-    lengths = {case.shape: case.Nq for case in cases}
-    points = {}
-    for r in rows:
-        if r.seconds is not None:
-            points.setdefault(r.name, []).append((math.log(lengths[r.shape]), math.log(r.seconds)))
-    fits = {}
-    for name, measured in points.items():
-        x, y = torch.tensor(measured, dtype=torch.float64).T
-        x, y = x - x.mean(), y - y.mean()
-        fits[name] = ((x * y).sum() / x.square().sum()).item()
-    return fits
 
 
 def show_trace(cases, args, device):
@@ -472,28 +438,6 @@ def show_trace(cases, args, device):
     difference = (O - standard_attention(Q, K, V, causal=args.causal)).abs().max().item()
     console.print(f"\nlargest difference of O from standard attention: {difference:.1e}")
     return steps + more
-
-
-def print_trace(title, steps):
-    print_table(title, ["query", "keys", "scores", "m", "correction", "l"],
-                [(r.query, r.keys, " ".join(f"{s:6.3f}" for s in r.scores), f"{r.m:.3f}",
-                  f"{r.correction:.3f}", f"{r.l:.3f}") for r in steps])
-
-
-def plot(rows, folder, where, what, prefix):
-    """Draw what was measured over N: memory.png and speed.png, with the prefix before them."""
-    drawings = {"memory": ("peak memory (MiB)", "peak_bytes", 2**20),
-                "speed": ("time (ms)", "seconds", 1e-3)}
-    for mode, (label, field, unit) in drawings.items():
-        curves = {}
-        for tool, row in rows:
-            if tool == mode and getattr(row, field) is not None:
-                N = int(row.shape.split()[0].split("x")[-2])
-                curves.setdefault(row.name, []).append((N, getattr(row, field) / unit))
-        if curves:
-            linear = "flash" if mode == "memory" else "standard"
-            plot_curves(folder / f"{prefix}{mode}.png", f"{mode} of {what} ({where})", label,
-                        curves, {"O(N^2)": (2, "standard"), "O(N)": (1, linear)})
 
 
 SHOW = {"trace": show_trace, "verify": show_verify, "memory": show_memory, "speed": show_speed}

@@ -22,7 +22,6 @@ from flash_attention import (  # first: finds `common`
     flash_attention_forward,
     kept_flop,
     memory_row,
-    print_speed,
     run,
     score_blocks,
     speed_rows,
@@ -33,6 +32,7 @@ from cases import VERIFY_CASES, dtype_name
 from common.device import free_bytes
 from common.report import console, mib, print_table, quotient
 from judge import assert_agree, exact, judge
+from show import print_speed
 from tiles import choose_tile
 from visible import Visible
 
@@ -154,7 +154,7 @@ def flash_attention(
 class GradientRow(VerifyRow):
     """A VerifyRow of one gradient: dQ, dK or dV."""
 
-    gradient: str
+    gradient: str = ""
 
 
 def compare_and_verify(cases=VERIFY_CASES, Br=64, Bc=64, *, device="cpu", seed=0):
@@ -171,7 +171,8 @@ def compare_and_verify(cases=VERIFY_CASES, Br=64, Bc=64, *, device="cpu", seed=0
         reference = gradients(partial(exact, case=case), *wide)
         shown = case.shape, dtype_name(case.dtype), case.causal
         for name, standard, flash, oracle in zip(("dQ", "dK", "dV"), *found, reference):
-            rows.append(GradientRow(*shown, *judge(flash, standard, oracle, factor=3), name))
+            rows.append(GradientRow(*shown, *judge(flash, standard, oracle, factor=3),
+                                    gradient=name))
     return rows
 
 

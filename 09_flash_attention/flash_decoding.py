@@ -191,15 +191,8 @@ def decode(Q, K, V, chunk=1, Br=64, Bc=64):
 # The tools: each returns rows and prints nothing.
 
 
-@dataclass
-class DecodingRow(VerifyRow):
-    """A VerifyRow of what `name` gives, in the place of flash."""
-
-    name: str = ""
-
-
 def verify_cache(case, Br=64, Bc=64, *, device="cpu", seed=0):
-    """Compare 64 tokens through a cache, 1 and 24 a step, with float64. Returns DecodingRows.
+    """Compare 64 tokens through a cache, 1 and 24 a step, with float64. Returns VerifyRows.
 
     standard is one full causal pass.
     """
@@ -212,7 +205,7 @@ def verify_cache(case, Br=64, Bc=64, *, device="cpu", seed=0):
 
 
 def compare_and_verify(cases, splits, Br=64, Bc=64, *, device="cpu", seed=0):
-    """Compare the splits with standard attention, and both with float64. Returns DecodingRows."""
+    """Compare the splits with standard attention, and both with float64. Returns VerifyRows."""
     rows = []
     for case in cases:
         inputs = case.inputs(device, seed)
@@ -225,7 +218,7 @@ def compare_and_verify(cases, splits, Br=64, Bc=64, *, device="cpu", seed=0):
 def _row(name, case, inputs, O):
     standard = standard_attention(*inputs, **case.masks)
     shown = case.shape, dtype_name(case.dtype), case.causal
-    return DecodingRow(*shown, *judge(O, standard, exact(*inputs, case)), name)
+    return VerifyRow(*shown, *judge(O, standard, exact(*inputs, case)), name)
 
 
 def profile_memory(cases, splits, Br=64, Bc=64, *, device="cpu", seed=0):

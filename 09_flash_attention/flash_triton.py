@@ -1,8 +1,8 @@
 """FlashAttention as one fused kernel: the same five lines, with the tiles in on-chip memory.
 
-    python flash_triton.py --mode verify      on CUDA, or on Ascend with triton-ascend
-    python flash_triton.py --mode speed       beside standard, flash and the platform's own kernel
-    TRITON_INTERPRET=1 python flash_triton.py --device cpu      checked on any CPU, slowly
+    python flash_attention.py --mode verify      where Triton serves the device, it has rows there
+    python flash_attention.py --mode speed
+    TRITON_INTERPRET=1 python flash_attention.py --device cpu      checked on a CPU, slowly
 
 One source for Triton 3.2 to 3.9 and triton-ascend 3.2.0: raw pointers, no option of one platform.
 `online_softmax_step` below is that of flash_attention.py line by line; `flash_attention_kernel`
@@ -13,19 +13,12 @@ Source: FlashAttention-2 (arXiv 2307.08691), Algorithm 1.
 import contextlib
 import math
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `common`
 
-from common import cli
 from common.device import accelerator  # before torch: see there
-from common.report import console, track
-from cases import VERIFY_CASES, dtype_name
-from flash_attention import (
-    benchmark_speed, candidates, command_line, print_speed, print_verify, refuse_gradients, run,
-    verify_row)
-from visible import Visible, batched
+from visible import Visible, batched, refuse_gradients
 
 import torch
 
@@ -33,11 +26,8 @@ try:
     import triton
     import triton.language as tl
 except ImportError as missing:
-    how = (f"it needs Triton ({missing}): pip install triton, or on Ascend pip install "
-           "triton-ascend==3.2.0")
-    if __name__ == "__main__":
-        cli.refuse(how)
-    raise ImportError(how) from missing
+    raise ImportError(f"it needs Triton ({missing}): pip install triton, or on Ascend "
+                      "pip install triton-ascend==3.2.0") from missing
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_COLUMNS = 256  # of d and dv
@@ -242,7 +232,7 @@ def flash_attention_triton(Q, K, V, *, causal=False, scale=None, return_lse=Fals
 def unserved(device):
     """Return in one line why the kernel can't run on `device`, or None where it can."""
     if INTERPRETED:
-        return None
+        return None if device.type == "cpu" else "TRITON_INTERPRET runs it on a CPU alone, unset it"
     if device.type == "cpu":
         return "on a CPU Triton's interpreter runs the kernel, set TRITON_INTERPRET=1 for it"
     backends = {"cuda": {"nvidia", "amd"}, "npu": {"ascend"}}.get(device.type, set())
@@ -267,59 +257,3 @@ def current(device):
     """Make `device` the one that Triton launches on."""
     return contextlib.nullcontext() if device.type == "cpu" else (
         accelerator(device.type).device(device))
-
-
-# The command line
-
-
-def with_triton(case, inputs, Br, Bc):
-    """Return {name: call}: standard, flash and fused attention and the kernel."""
-    return {**candidates(case, inputs, Br, Bc),
-            "triton": lambda: flash_attention_triton(*inputs, causal=case.causal)}
-
-
-def refuse(cases, device):
-    """Raise Refused where the kernel can't run all the cases on `device`."""
-    why_not = unserved(device)
-    if why_not:
-        raise cli.Refused(f"{device}: {why_not}")
-    for case in cases:
-        if case.window is not None:
-            raise cli.Refused("the kernel knows causal alone, take --causal instead of --window")
-        if case.dtype not in DTYPES or case.d > MOST_COLUMNS:
-            raise cli.Refused(f"the kernel takes float16, bfloat16 and float32 and head sizes up "
-                              f"to {MOST_COLUMNS}, got {dtype_name(case.dtype)} and {case.d}")
-
-
-def show_verify(cases, args, device):
-    left_out = [case for case in cases if case in VERIFY_CASES and case.dtype not in DTYPES]
-    cases = [case for case in cases if case not in left_out]
-    refuse(cases, device)
-    rows = [verify_row(case, partial(flash_attention_triton, causal=case.causal), device, args.seed)
-            for case in track("verify", cases)]
-    print_verify("Verify: largest differences of the Triton kernel", "triton", rows)
-    if INTERPRETED:
-        console.print("\nrun by Triton's interpreter, not by a GPU or NPU; bfloat16 in float32")
-    for case in left_out:
-        console.print(f"\nleft out: {case.shape} in {dtype_name(case.dtype)}")
-    return rows
-
-
-def show_speed(cases, args, device):
-    refuse(cases, device)
-    if INTERPRETED:
-        raise cli.Refused("Triton's interpreter says nothing of speed: unset TRITON_INTERPRET, on "
-                          "CUDA or an NPU")
-    tool = partial(benchmark_speed, candidates=with_triton)
-    rows = run("speed", tool, cases, args, device)
-    print_speed("Speed: median of calls in turn", rows)
-    return rows
-
-
-def main():
-    return command_line(__doc__.splitlines()[0], {"verify": show_verify, "speed": show_speed},
-                        "one attention call", "triton_")
-
-
-if __name__ == "__main__":
-    cli.serve(main)

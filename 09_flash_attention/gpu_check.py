@@ -28,9 +28,10 @@ from common.report import (
 from common.timing import ratio, square_matmul, time_in_turn
 from cases import Case
 from compile_kernel import HOPPER_TILES
-from flash_attention import kept_flop, print_verify, verify_row
+from flash_attention import kept_flop, verify_row
 from flash_triton import DTYPES, flash_attention_triton, platform_of, tile_of
 from judge import assert_agree
+from show import print_verify
 
 import torch
 import torch.nn.functional as F
@@ -56,9 +57,9 @@ def verify(cases, device):
     rows = []
     for case in track("verify", cases):
         attend = partial(flash_attention_triton, causal=case.causal)
-        rows.append(verify_row(case, attend, device, seed=0))
+        rows.append(verify_row("triton", case, attend, device, seed=0))
         if case.d == 64:
-            rows.append(verify_row(case, partial(on_transposed, attend), device, seed=0))
+            rows.append(verify_row("triton", case, partial(on_transposed, attend), device, 0))
     return rows
 
 
@@ -226,7 +227,7 @@ def main():
     largest = [max((row for row in checked if row.dtype == dtype), key=lambda r: r.error_flash)
                for dtype in dict.fromkeys(row.dtype for row in checked)]
     print_verify(f"Verify: {len(failed)} of {len(checked)} fail; these and the largest errors",
-                 "triton", failed + largest)
+                 failed + largest)
     write_json(folder / "verify.json", device, [("verify", row) for row in checked])
 
     rows, tiles = [], []

@@ -176,6 +176,14 @@ class Visible:
         return (None, tile) if tile.dtype == torch.bool else (tile, tile != -math.inf)
 
 
+def refuse_gradients(**inputs):
+    """Raise ValueError for an input that wants a gradient."""
+    for name, tensor in inputs.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} wants a gradient, got requires_grad=True: this is the "
+                             "forward alone, call it under torch.no_grad()")
+
+
 def batched(x):
     """View x [..., N, d] as [B, H, N, d]; [B, N, d] has one head."""
     lead = x.shape[:-2]

@@ -26,15 +26,10 @@ def serve(main):
     try:
         sys.exit(main())
     except (Refused, OSError) as refusal:
-        refuse(refusal)
+        print(f"{sys.argv[0]}: {' '.join(str(refusal).split())}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell says of a program that Ctrl-C ended
-
-
-def refuse(why):
-    """Say in one line why the call can't be served; exit 2."""
-    print(f"{sys.argv[0]}: {' '.join(str(why).split())}", file=sys.stderr)
-    sys.exit(2)
 
 
 class Parser(argparse.ArgumentParser):

@@ -36,7 +36,6 @@ lesson variants flash_variants.py
 lesson decoding flash_decoding.py --mode all
 lesson backward flash_backward.py --mode all --br auto --bc auto
 lesson mini_gpt mini_gpt.py
-lesson triton flash_triton.py --mode all
 
 tar -czf $report.tar.gz -C results report_910b
 echo "report: $report.tar.gz"

@@ -1,7 +1,6 @@
 """The kernel compiled without a chip: what is read from the compilers, and what the tables hold."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from compile_kernel import planned_bytes, refusal
 from flash_triton import tile_of
 
 FOLDER = Path(compile_kernel.__file__).parent
-NOT_INTERPRETED = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 
 # Two lines each, as the compiler writes them.
 MODULE = """
@@ -77,7 +75,7 @@ def test_a_tile_of_the_launcher_that_is_not_the_best_ends_with_1(monkeypatch, ca
 
 def test_without_triton_ascend_one_line_says_which_script_installs_it():
     done = subprocess.run([sys.executable, FOLDER / "compile_kernel.py", "910b"], text=True,
-                          capture_output=True, env=NOT_INTERPRETED)
+                          capture_output=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "scripts/compile_910b.sh" in done.stderr
 
@@ -96,7 +94,7 @@ print(json.dumps([
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's CUDA tools are Linux programs")
 def test_on_hopper_the_launchers_tiles_spill_nothing_and_float32_takes_no_tf32():
     done = subprocess.run([sys.executable, "-c", HOPPER.format(folder=str(FOLDER))], text=True,
-                          capture_output=True, env=NOT_INTERPRETED)
+                          capture_output=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert len(rows) == 8
@@ -121,6 +119,7 @@ def test_the_tiles_for_hopper_do_not_hold_where_one_of_the_launcher_spills(monke
 # gpu_check.py, whose parts run anywhere
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_gpu_check_compares_with_the_backends_and_writes_csv_and_plot(tmp_path, capsys):
     import gpu_check
 
@@ -142,6 +141,7 @@ def test_gpu_check_compares_with_the_backends_and_writes_csv_and_plot(tmp_path, 
     assert dict(tiles)[64, 64, 4, 1] == 1 and len(tiles) > 4
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_gpu_check_verifies_other_strides_too_and_a_wrong_kernel_fails(monkeypatch):
     import gpu_check
 

@@ -163,7 +163,7 @@ def test_all_modes_print_tables_and_leave_json_and_plots(tmp_path):
     for row in found["rows"]:
         fields[row.pop("tool")] |= set(row)
     assert fields["verify"] == {"shape", "dtype", "causal", "max_diff", "error_flash",
-                                "error_standard", "passed"}
+                                "error_standard", "passed", "name"}
     assert fields["memory"] == {"name", "shape", "peak_bytes", "peak_bytes_without_result",
                                 "theory_bytes"}
     assert fields["speed"] == {"name", "shape", "Br", "Bc", "seconds", "ratio_to_standard",

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import flash_attention
+from cases import Case
 from flash_attention import flash_attention_forward, standard_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ triton = pytest.importorskip("triton", reason="Triton has no package for this pl
 import flash_triton
 from flash_triton import flash_attention_triton, padded, programs, tile_of
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 FOLDER = Path(flash_triton.__file__).parent
 HALF = (torch.float16, torch.bfloat16)
 SMALL = (16, 32, 4, 1)  # a tile of 16 x 32: short inputs have several
@@ -242,41 +245,56 @@ def test_each_head_size_has_a_tile(platform):
         assert padded(d) == 256
 
 
-# The command line
+# The rows of verify, memory and speed
 
 
 def run(*options, **environment):
-    """Run flash_triton.py as a user does; return (exit status, stdout, stderr)."""
+    """Run flash_attention.py as a user does; return (exit status, stdout, stderr)."""
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, FOLDER / "flash_triton.py", *options], text=True,
+    done = subprocess.run([sys.executable, FOLDER / "flash_attention.py", *options], text=True,
                           capture_output=True, env={**inherited, **environment}, timeout=300)
     return done.returncode, done.stdout, done.stderr
 
 
-def test_verify_on_a_cpu_passes_and_says_who_ran_it(tmp_path):
+def test_verify_on_a_cpu_has_rows_of_the_kernel_where_it_is_asked_for(tmp_path):
     file = tmp_path / "rows.json"
     code, out, err = run("--device", "cpu", "--seq-len", "40", "--causal", "--json", str(file),
                          TRITON_INTERPRET="1")
     assert code == 0, err
-    assert "triton - float64" in out and "pass" in out and "interpreter" in out
-    [row] = json.loads(file.read_text())["rows"]
-    assert row["tool"] == "verify" and row["causal"] and row["passed"] and row["shape"] == "1x40x64"
+    assert "triton - float64" in out and "flash - float64" in out
+    flash, kernel = json.loads(file.read_text())["rows"]
+    assert (flash["name"], kernel["name"]) == ("flash", "triton") and kernel["passed"]
+    assert "triton" not in run("--device", "cpu", "--seq-len", "40")[1]
 
 
-@pytest.mark.parametrize("options, environment, said", [
-    (["--device", "cpu"], {}, "TRITON_INTERPRET=1"),
-    (["--mode", "speed"], {"TRITON_INTERPRET": "1"}, "nothing of speed"),
-    (["--dtype", "float64"], {"TRITON_INTERPRET": "1"}, "float64"),
-    (["--head-dim", "300"], {"TRITON_INTERPRET": "1"}, "up to 256"),
-    (["--window", "1", "1"], {"TRITON_INTERPRET": "1"}, "--causal"),
-])
-def test_what_can_not_be_served_is_one_line_and_exit_2(options, environment, said):
-    code, _, err = run("--seq-len", "16", *options, **environment)
-    assert code == 2 and said in err and len(err.splitlines()) == 1
+@pytest.mark.parametrize("options", [["--dtype", "float64"], ["--head-dim", "257"],
+                                     ["--window", "1", "1"]])
+def test_a_case_that_the_kernel_does_not_take_is_said_so(options):
+    code, out, _ = run("--seq-len", "16", "--device", "cpu", *options, TRITON_INTERPRET="1")
+    assert code == 0 and "triton - float64" not in out
+    assert "triton: the kernel takes no float64, no window and no head size above 256" in out
 
 
 def test_a_missing_triton_is_one_line_that_says_how_to_get_it(tmp_path):
     (tmp_path / "triton.py").write_text("raise ImportError(\"No module named 'triton'\")")
-    code, _, err = run(PYTHONPATH=str(tmp_path))
-    assert code == 2 and len(err.splitlines()) == 1
-    assert "pip install triton" in err and "triton-ascend==3.2.0" in err
+    code, out, _ = run("--seq-len", "16", "--device", "cpu", TRITON_INTERPRET="1",
+                       PYTHONPATH=str(tmp_path))
+    assert code == 0 and "triton - float64" not in out
+    [line] = [line for line in out.splitlines() if line.startswith("triton: ")]
+    assert "pip install triton," in line and "pip install triton-ascend==3.2.0" in line
+
+
+def test_off_the_cpu_memory_and_speed_have_a_row_of_the_kernel(monkeypatch):
+    case, cuda = Case(8), [SimpleNamespace(device=SimpleNamespace(type="cuda"))] * 3
+    monkeypatch.setattr(flash_attention, "triton_attention", lambda case, device: (max, None))
+    assert list(flash_attention.candidates(case, cuda, 8, 8)) == [
+        "standard", "flash", "fused", "triton"]
+    monkeypatch.setattr(flash_attention, "triton_attention", lambda case, device: (None, "why"))
+    assert "triton" not in flash_attention.candidates(case, cuda, 8, 8)
+    assert flash_attention.theory_bytes("triton", case, 8, 8) == 8 * 64 * 4 + 8 * 4
+
+
+def test_a_wrong_kernel_fails_verify(monkeypatch):
+    monkeypatch.setattr(flash_triton, "flash_attention_triton", lambda Q, K, V, causal: V * 0)
+    rows = flash_attention.compare_and_verify([Case(20)])
+    assert [(row.name, row.passed) for row in rows] == [("flash", True), ("triton", False)]
