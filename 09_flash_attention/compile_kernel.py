@@ -129,9 +129,11 @@ def ascend_compiler():
     def run_and_keep(command, **options):
         if Path(command[0]).name == "bishengir-compile":
             command = [*command, f"--save-temps={seen['folder']}"]
-        done = subprocess.run(command, **{**options, "check": False})
-        seen["said"] = done.stderr.decode()
-        if done.returncode < 0:  # it crashed, and the last line is of no use
+        for _ in range(3):  # both compilers crash now and then, on inputs that they take next time
+            done = subprocess.run(command, **{**options, "check": False})
+            seen["said"] = done.stderr.decode()
+            if done.returncode >= 0:
+                break
             seen["said"] = f"{Path(command[0]).name} ended by signal {-done.returncode}"
         done.check_returncode()
         return done

@@ -393,7 +393,11 @@ def tiles(args):
 
 def show_verify(cases, args, device):
     rows = run("verify", compare_and_verify, cases, args, device)
-    print_verify(f"Verify: largest differences, tiles {tiles(args)}", rows)
+    print_verify(f"Verify: largest differences, tiles {tiles(args)}", "flash",
+                 [row for row in rows if row.name == "flash"])
+    kernel = [row for row in rows if row.name == "triton"]
+    if kernel:
+        print_verify("Verify: largest differences of the Triton kernel", "triton", kernel)
     say_of_triton(cases, device)
     return rows
 

@@ -146,7 +146,7 @@ INTERPRETED = not isinstance(flash_attention_kernel, triton.runtime.JITFunction)
 # nothing.
 HALF = {
     "hopper": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 16, 8, 2)},
-    "cuda": {64: (128, 64, 8, 2), 128: (64, 64, 4, 2), 256: (32, 32, 8, 2)},
+    "cuda": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
 }
 FLOAT32 = {64: (32, 32, 8, 2), 128: (64, 32, 8, 2), 256: (32, 16, 8, 2)}
 ASCEND = {64: (256, 64, 4, 1), 128: (128, 128, 4, 1), 256: (64, 256, 4, 1)}
@@ -202,12 +202,16 @@ def flash_attention_triton(Q, K, V, *, causal=False, scale=None, return_lse=Fals
     why_not = unserved(Q.device)
     if why_not:
         raise ValueError(f"Q is on {Q.device}: {why_not}")
+    if tile is not None:
+        _check_tile(tile)
     if INTERPRETED and dtype == torch.bfloat16:  # its products of bfloat16 are wrong
         O, L = flash_attention_triton(Q.float(), K.float(), V.float(), causal=causal, scale=scale,
                                       return_lse=True, tile=tile)
         return (O.to(dtype), L) if return_lse else O.to(dtype)
     platform = platform_of(Q.device)
-    Br, Bc, num_warps, num_stages = tile or tile_of(platform, dtype, d, dv, causal)
+    if tile is None:
+        tile = tile_of(platform, dtype, d, dv, causal)
+    Br, Bc, num_warps, num_stages = tile
 
     scale = visible.scale * LOG2_E
     if scale < 1e-37:  # the kernel takes the maximum before it scales: that needs a positive scale
@@ -227,6 +231,15 @@ def flash_attention_triton(Q, K, V, *, causal=False, scale=None, return_lse=Fals
                 d, dv, padded(d), padded(dv), Br, Bc, bool(causal),
                 num_warps=num_warps, num_stages=num_stages)
     return (O, L) if return_lse else O
+
+
+def _check_tile(tile):
+    whole = (isinstance(tile, (tuple, list)) and len(tile) == 4
+             and all(type(size) is int and 1 <= size <= 1024 for size in tile))
+    if not whole or any(size & (size - 1) for size in tile[:3]) or min(tile[:2]) < 16:
+        raise ValueError("tile must be None or (Br, Bc, num_warps, num_stages), whole numbers up "
+                         "to 1024, the first three powers of 2, Br and Bc at least 16, "
+                         f"got {tile!r}")
 
 
 def unserved(device):

@@ -227,7 +227,7 @@ def main():
     largest = [max((row for row in checked if row.dtype == dtype), key=lambda r: r.error_flash)
                for dtype in dict.fromkeys(row.dtype for row in checked)]
     print_verify(f"Verify: {len(failed)} of {len(checked)} fail; these and the largest errors",
-                 failed + largest)
+                 "triton", failed + largest)
     write_json(folder / "verify.json", device, [("verify", row) for row in checked])
 
     rows, tiles = [], []

@@ -7,15 +7,13 @@ from common.report import console, mib, plot_curves, print_table, quotient
 import torch
 
 
-def print_verify(title, rows):
-    for name in dict.fromkeys(r.name for r in rows):
-        print_table(
-            title,
-            ["Q (K V)", "dtype", f"{name} - standard", f"{name} - float64", "standard - float64",
-             "result"],
-            [(r.shape, r.dtype, f"{r.max_diff:.2e}", f"{r.error_flash:.2e}",
-              f"{r.error_standard:.2e}", "pass" if r.passed else "FAIL")
-             for r in rows if r.name == name])
+def print_verify(title, name, rows):
+    print_table(
+        title,
+        ["Q (K V)", "dtype", f"{name} - standard", f"{name} - float64", "standard - float64",
+         "result"],
+        [(r.shape, r.dtype, f"{r.max_diff:.2e}", f"{r.error_flash:.2e}", f"{r.error_standard:.2e}",
+          "pass" if r.passed else "FAIL") for r in rows])
 
 
 def print_memory(title, rows):

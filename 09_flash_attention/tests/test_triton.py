@@ -194,13 +194,22 @@ def test_float64_and_large_heads_are_refused():
         flash_attention_triton(x, x, x)
 
 
+@pytest.mark.parametrize("tile", ["auto", 16, (16, 16), (16, 16, 4, 1, 1), (48, 16, 4, 1),
+                                  (8, 16, 4, 1), (16.0, 16, 4, 1), (True, 16, 4, 1), (16, 0, 4, 1),
+                                  (2048, 16, 4, 1), (16, 16, 3, 1), (16, 16, 4, 0)])
+def test_a_tile_that_no_chip_takes_is_refused(tile):
+    x = torch.ones(1, 3, 4)
+    with pytest.raises(ValueError, match="tile must be None or"):
+        flash_attention_triton(x, x, x, tile=tile)
+
+
 # What is launched where
 
 
 @pytest.mark.parametrize("kind, backends, said", [
     ("cuda", {"nvidia"}, None), ("cuda", {"amd"}, None), ("npu", {"ascend"}, None),
     ("cuda", {"ascend"}, "pip install triton"), ("npu", {"nvidia"}, "triton-ascend==3.2.0"),
-    ("cpu", {"nvidia"}, "TRITON_INTERPRET=1")])
+    ("cpu", {"nvidia"}, "TRITON_INTERPRET=1"), ("meta", {"nvidia"}, "does not serve it")])
 def test_a_device_that_this_triton_does_not_serve_is_named(kind, backends, said, monkeypatch):
     monkeypatch.setattr(flash_triton, "INTERPRETED", False)
     monkeypatch.setattr(triton.backends, "backends", dict.fromkeys(backends))
