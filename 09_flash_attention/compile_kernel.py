@@ -4,8 +4,9 @@
     bash scripts/compile_hopper.sh      Hopper (H100, H200), by Triton
 
 The kernel is that of flash_triton.py. For each dtype, head size and tile the table says whether it
-fits and what it takes on the chip; it ends with 1 where a tile that the launcher takes is not the
-best that fits. Source of the paper's tile: FlashAttention (arXiv 2205.14135), Algorithm 1, line 1.
+fits and what it takes on the chip. It ends with 1 where a tile of the launcher is not the best that
+fits (910B), or spills (Hopper).
+Source of the paper's tile: FlashAttention (arXiv 2205.14135), Algorithm 1, line 1.
 """
 
 import itertools
@@ -78,6 +79,7 @@ class AscendRow:
     refused: str = ""
     best: bool = False
     chosen: bool = False
+    chip: str = ASCEND
 
 
 def ascend_rows(dtypes, sizes):
@@ -154,7 +156,7 @@ def ascend_compiler():
 
 
 def refusal(said):
-    """Return what the compiler refuses: 'ub overflow 201 %', or the last line that it said."""
+    """Return what the compiler refuses, 'ub overflow: 395328 bytes, 201%', or its last line."""
     overflow = re.search(r"(\w+) overflow, requires (\d+) bits while (\d+) bits", said)
     if overflow:
         memory, need, room = overflow.group(1), int(overflow.group(2)), int(overflow.group(3))
@@ -220,6 +222,7 @@ class HopperRow:
     wgmma: int
     tf32: bool
     chosen: bool
+    chip: str = "Hopper, sm_90"
 
 
 def hopper_rows(dtypes, sizes):
@@ -259,12 +262,14 @@ def compile_hopper(dtype, d, tile, causal):
 def show_hopper(dtypes, sizes):
     rows = hopper_rows(dtypes, sizes)
     print_table(
-        "Compiled for Hopper (sm_90): of a thread, and of a block",
+        "Compiled for Hopper (sm_90): registers and spills of a thread, shared memory of a block",
         ["dtype", "d", "causal", "Br x Bc", "warps", "stages", "registers", "spilled bytes",
          "shared bytes", "wgmma", "tf32", ""],
         [(r.dtype, r.d, r.causal, f"{r.Br}x{r.Bc}", r.num_warps, r.num_stages, r.registers,
           r.spilled, f"{r.shared} ({r.shared / HOPPER_SHARED:.0%})", r.wgmma,
-          "yes" if r.tf32 else "no", "launcher's" if r.chosen else "") for r in rows])
+          "yes" if r.tf32 else "no",
+          "launcher's" if r.chosen else "too much" if r.shared > HOPPER_SHARED else "")
+         for r in rows])
     print_paper_tile("shared memory", HOPPER_SHARED, sizes)
     console.print(f"compiled to a cubin by Triton {version('triton')} and its own ptxas; not run.")
     return rows, not any(r.tf32 or r.chosen and r.spilled for r in rows)
@@ -291,6 +296,8 @@ def main():
         raise cli.Refused("TRITON_INTERPRET is set, and the interpreter does not compile: unset it")
     show = show_ascend if args.chip == "910b" else show_hopper
     rows, held = show([getattr(torch, name) for name in args.dtype], args.head_dim)
+    if not held:
+        console.print("NOT HELD: a tile of the launcher is not the best that fits, or spills")
     if args.json:
         write_json(args.json, torch.device("cpu"), [("compile", row) for row in rows])
     return 0 if held else 1

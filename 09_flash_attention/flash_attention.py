@@ -397,7 +397,8 @@ def show_verify(cases, args, device):
                  [row for row in rows if row.name == "flash"])
     kernel = [row for row in rows if row.name == "triton"]
     if kernel:
-        print_verify("Verify: largest differences of the Triton kernel", "triton", kernel)
+        print_verify("Verify: largest differences of the Triton kernel, in its own tiles",
+                     "triton", kernel)
     say_of_triton(cases, device)
     return rows
 

@@ -74,7 +74,10 @@ def load_rows(X, first, stop, row_stride, column_stride, rows: tl.constexpr, wid
 def visit_tiles(m, l, O_block, Q_block, K, V, k_n, k_d, v_n, v_d, scale, first, stop, diagonal,
                 d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
                 Br: tl.constexpr, Bc: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
-    """Take the keys from first to stop, tile by tile; at the edge hide what a row may not see."""
+    """Take the keys from first to stop, tile by tile; at the edge hide what a row may not see.
+
+    k_n, k_d, v_n, v_d: strides of rows and columns. D, DV: d and dv padded to a power of 2.
+    """
     for start in range(first, stop, Bc):
         K_block = load_rows(K, start, stop, k_n, k_d, Bc, d, D, EDGE)  # [Bc, D]
         S_block = tl.dot(Q_block, tl.trans(K_block), input_precision="ieee")  # [Br, Bc]
@@ -92,21 +95,21 @@ def visit_tiles(m, l, O_block, Q_block, K, V, k_n, k_d, v_n, v_d, scale, first, 
     return m, l, O_block
 
 
-@triton.jit(do_not_specialize=["Nq", "Nk", "H", "G", "row_blocks", "tiles"])  # one for all lengths
+@triton.jit(do_not_specialize=["Nq", "Nk", "H", "G", "row_blocks", "blocks"])  # one for all lengths
 def flash_attention_kernel(
         Q, K, V, O, L, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
-        scale, Nq, Nk, H, G, row_blocks, tiles,
+        scale, Nq, Nk, H, G, row_blocks, blocks,
         d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
         Br: tl.constexpr, Bc: tl.constexpr, CAUSAL: tl.constexpr):
     """Attend for the query blocks p, p + programs, ... of program p: m, l and O_block stay on chip.
 
     Q [B, H, Nq, d], K and V [B, H // G, Nk, d or dv] with the strides q_b, q_h, ...; O and L
-    contiguous. D, DV: d and dv padded to a power of 2. Of all query blocks of all heads, `tiles`,
-    the longest of a head come first, so that causal leaves no long one for the end.
+    contiguous. D, DV: d and dv padded to a power of 2. blocks: the number of query blocks of all
+    heads, row_blocks each. A head's last one comes first: with causal it sees the most keys.
     """
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        first = (row_blocks - 1 - tile % row_blocks) * Br
-        head = tl.cast(tile // row_blocks, tl.int64)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        first = (row_blocks - 1 - block % row_blocks) * Br
+        head = tl.cast(block // row_blocks, tl.int64)
         b, h = head // H, head % H
         Q_block = load_rows(Q + b * q_b + h * q_h, first, Nq, q_n, q_d, Br, d, D, True)
         K_head = K + b * k_b + h // G * k_h
@@ -141,16 +144,16 @@ def flash_attention_kernel(
 
 INTERPRETED = not isinstance(flash_attention_kernel, triton.runtime.JITFunction)
 
-# (Br, Bc, num_warps, num_stages) by platform and the larger of D and DV, for half types and for
-# float32: what `compile_kernel.py` shows to fit without spilling. On Ascend warps and stages mean
-# nothing.
+# (Br, Bc, num_warps, num_stages) by the larger of D and DV, for half types by platform and for
+# float32. `compile_kernel.py` shows that those of Hopper spill nothing, and that those of Ascend,
+# where warps and stages mean nothing, are the best that fit.
 HALF = {
     "hopper": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 16, 8, 2)},
     "cuda": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
 }
 FLOAT32 = {64: (32, 32, 8, 2), 128: (64, 32, 8, 2), 256: (32, 16, 8, 2)}
-ASCEND = {64: (256, 64, 4, 1), 128: (128, 128, 4, 1), 256: (64, 256, 4, 1)}
-ASCEND_CAUSAL = {64: (128, 64, 4, 1), 128: (128, 64, 4, 1), 256: (64, 128, 4, 1)}
+ASCEND = {16: (256, 128), 32: (256, 64), 64: (256, 64), 128: (128, 128), 256: (64, 256)}
+ASCEND_CAUSAL = {16: (256, 64), 32: (256, 64), 64: (128, 64), 128: (128, 64), 256: (64, 128)}
 
 
 def padded(d):
@@ -176,11 +179,10 @@ def tile_of(platform, dtype, d, dv, causal):
     """Return (Br, Bc, num_warps, num_stages) for 'npu', 'hopper', 'cuda' or 'interpreter'."""
     if platform == "interpreter":
         return 64, 64, 4, 1
+    columns = max(padded(d), padded(dv))
     if platform == "npu":
-        tiles = ASCEND_CAUSAL if causal else ASCEND
-    else:
-        tiles = FLOAT32 if dtype == torch.float32 else HALF[platform]
-    return tiles[max(64, padded(d), padded(dv))]
+        return *(ASCEND_CAUSAL if causal else ASCEND)[columns], 4, 1
+    return (FLOAT32 if dtype == torch.float32 else HALF[platform])[max(64, columns)]
 
 
 def flash_attention_triton(Q, K, V, *, causal=False, scale=None, return_lse=False, tile=None):
@@ -189,7 +191,7 @@ def flash_attention_triton(Q, K, V, *, causal=False, scale=None, return_lse=Fals
     Q [..., Nq, d], K [..., Nk, d], V [..., Nk, dv] -> O [..., Nq, dv] in Q's dtype: float16,
     bfloat16 or float32; d and dv at most 256. Shapes, strides, grouped heads, causal, scale,
     return_lse and errors as in `flash_attention_forward`. Half types multiply P in V's dtype;
-    float32 is exact, without tf32. tile: (Br, Bc, num_warps, num_stages) instead of `tile_of`'s.
+    float32 stays float32, without tf32. tile: (Br, Bc, num_warps, num_stages); None: `tile_of`'s.
     Raises ValueError also for a device that Triton can't serve, TypeError for float64.
     """
     visible = Visible(Q, K, V, causal, scale=scale)
@@ -222,12 +224,12 @@ def flash_attention_triton(Q, K, V, *, causal=False, scale=None, return_lse=Fals
     if platform == "npu":  # other columns than adjacent ones take more of UB than the tile leaves
         heads = [x if x.stride(-1) == 1 else x.new_empty(x.shape).copy_(x) for x in heads]
     row_blocks = triton.cdiv(visible.Nq, Br)
-    tiles = row_blocks * L.shape[:-1].numel()
-    if tiles:
+    blocks = row_blocks * L.shape[:-1].numel()
+    if blocks:
         with current(Q.device):
-            flash_attention_kernel[(min(tiles, programs(Q.device)),)](
+            flash_attention_kernel[(min(blocks, programs(Q.device)),)](
                 *heads, O, L, *(stride for x in heads for stride in x.stride()),
-                scale, visible.Nq, visible.Nk, heads[0].shape[1], visible.G, row_blocks, tiles,
+                scale, visible.Nq, visible.Nk, heads[0].shape[1], visible.G, row_blocks, blocks,
                 d, dv, padded(d), padded(dv), Br, Bc, bool(causal),
                 num_warps=num_warps, num_stages=num_stages)
     return (O, L) if return_lse else O
@@ -247,7 +249,7 @@ def unserved(device):
     if INTERPRETED:
         return None if device.type == "cpu" else "TRITON_INTERPRET runs it on a CPU alone, unset it"
     if device.type == "cpu":
-        return "on a CPU Triton's interpreter runs the kernel, set TRITON_INTERPRET=1 for it"
+        return "a CPU needs Triton's interpreter, set TRITON_INTERPRET=1 before Python starts"
     backends = {"cuda": {"nvidia", "amd"}, "npu": {"ascend"}}.get(device.type, set())
     if backends & set(triton.backends.backends):
         return None
@@ -256,8 +258,8 @@ def unserved(device):
 
 
 def programs(device):
-    """Return how many programs run the tiles: the cube cores of an NPU, where each program has a
-    workspace; on CUDA one for each tile.
+    """Return how many programs run at most: the cube cores of an NPU, where each program has a
+    workspace; on CUDA one for each query block.
     """
     if INTERPRETED:
         return 4

@@ -1,6 +1,7 @@
 # For the scripts that make an environment in $venv: steps that say what they do, and pip in it.
 set -E # functions too
 trap 'echo "$name: failed at: $step" >&2' ERR
+trap 'echo "$name: stopped at: $step" >&2; exit 130' INT # pip ends as if it had failed
 begin() {
   step=$1
   echo "$name: $step" >&2

@@ -146,9 +146,9 @@ def test_gpu_check_verifies_other_strides_too_and_a_wrong_kernel_fails(monkeypat
     import gpu_check
 
     case = gpu_check.Case(20, d=64, dtype=torch.float32, causal=True)
-    assert [row.passed for row in gpu_check.verify([case], torch.device("cpu"))] == [True, True]
+    assert [row.passed for row in gpu_check.verify(case, torch.device("cpu"))] == [True, True]
     monkeypatch.setattr(gpu_check, "flash_attention_triton", lambda Q, K, V, causal: V * 0)
-    assert [row.passed for row in gpu_check.verify([case], torch.device("cpu"))] == [False, False]
+    assert [row.passed for row in gpu_check.verify(case, torch.device("cpu"))] == [False, False]
 
 
 def test_gpu_check_says_where_the_kernel_is_slower_than_the_lesson_asks(capsys):

@@ -148,8 +148,8 @@ def test_empty_inputs_are_those_of_the_tiled_forward(Nq, Nk, lead):
         assert torch.equal(found, expected)
 
 
-def test_programs_share_the_tiles_and_each_is_taken_once():
-    calls = inputs(100, 40, lead=(3,), dtype=torch.float32)  # 21 tiles for 4 programs
+def test_programs_share_the_query_blocks_and_each_is_taken_once():
+    calls = inputs(100, 40, lead=(3,), dtype=torch.float32)  # 21 query blocks for 4 programs
     assert programs(torch.device("cpu")) < 21
     check(*calls)
 
