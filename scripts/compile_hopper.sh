@@ -3,6 +3,6 @@
 # compile_kernel.py:
 #   bash scripts/compile_hopper.sh --dtype bfloat16 --head-dim 128
 set -euo pipefail
-cd "$(dirname "$0")/.."
-bash scripts/setup.sh
-exec .venv/bin/python 09_flash_attention/compile_kernel.py hopper "$@"
+root=$(cd "$(dirname "$0")/.." && pwd)
+bash "$root/scripts/setup.sh"
+exec "$root/.venv/bin/python" "$root/09_flash_attention/compile_kernel.py" hopper "$@"

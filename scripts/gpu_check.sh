@@ -3,10 +3,10 @@
 #   bash scripts/gpu_check.sh
 # A python3 whose torch sees the GPU and that has Triton, rich and matplotlib is taken; else .venv is made.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
 if ! "$python" -c 'import matplotlib, rich, torch, triton; torch.zeros(1, device="cuda")' 2>/dev/null; then
-  bash scripts/setup.sh
-  python=.venv/bin/python
+  bash "$root/scripts/setup.sh"
+  python=$root/.venv/bin/python
 fi
-exec "$python" 09_flash_attention/gpu_check.py "$@"
+exec "$python" "$root/09_flash_attention/gpu_check.py" "$@"

@@ -209,24 +209,24 @@ def test_triton_is_installed_beside_a_cpu_build_of_torch(play):
 def test_the_910b_compiler_has_an_environment_of_its_own_made_once(play, tmp_path):
     done, log = play("compile_910b.sh", "--dtype", "float16")
     assert done.returncode == 0, done.stderr
-    assert "-m venv .venv-910b" in log and not (tmp_path / ".venv").exists()
+    assert f"-m venv {tmp_path}/.venv-910b" in log and not (tmp_path / ".venv").exists()
     assert any("--no-deps triton_ascend==3.2.0 ascendnpu-ir==1.2.0" in line for line in log)
-    command = "09_flash_attention/compile_kernel.py 910b --dtype float16"
+    command = f"{tmp_path}/09_flash_attention/compile_kernel.py 910b --dtype float16"
     assert log[-1] == command
     assert play("compile_910b.sh", "--dtype", "float16")[1] == [command]
 
 
-def test_the_910b_compiler_needs_python_3_10_or_3_11_and_says_which_step_failed(play):
+def test_the_910b_compiler_needs_python_3_10_or_3_11_and_says_which_step_failed(play, tmp_path):
     done, log = play("compile_910b.sh", OLD="1")
     assert done.returncode != 0 and "3.10 or 3.11" in done.stderr and len(log) == 1
     done, _ = play("compile_910b.sh", FAIL="triton_ascend")
     assert done.returncode != 0 and "failed at: install triton-ascend" in done.stderr
-    assert "-m venv .venv-910b" in play("compile_910b.sh")[1]
+    assert f"-m venv {tmp_path}/.venv-910b" in play("compile_910b.sh")[1]
 
 
-def test_gpu_check_takes_a_python_that_sees_a_gpu_and_else_makes_a_venv(play):
+def test_gpu_check_takes_a_python_that_sees_a_gpu_and_else_makes_a_venv(play, tmp_path):
     done, log = play("gpu_check.sh", "--folder", "x")
-    assert done.returncode == 0 and log[-1] == "09_flash_attention/gpu_check.py --folder x"
+    assert done.returncode == 0 and log[-1] == f"{tmp_path}/09_flash_attention/gpu_check.py --folder x"
     assert "-m venv .venv" not in log
     assert "-m venv .venv" in play("gpu_check.sh", BLIND="1")[1]
 
