@@ -25,6 +25,9 @@ import torch
 try:
     import triton
     import triton.language as tl
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 2):
+        raise ImportError(f"3.2 or newer, found {triton.__version__}")
 except ImportError as missing:
     raise ImportError(f"it needs Triton ({missing}): pip install triton, or on Ascend "
                       "pip install triton-ascend==3.2.0") from missing
