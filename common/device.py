@@ -8,6 +8,7 @@ hand, and what went wrong is kept.
 import os
 import platform
 import re
+import resource
 import sys
 from pathlib import Path
 
@@ -32,6 +33,8 @@ try:
 except Exception as fault:  # a broken torch_npu raises ImportError, OSError or RuntimeError
     torch_npu = None
     _npu_fault = fault
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 class DeviceError(Refused):
@@ -66,7 +69,18 @@ def choose(name="auto"):
         raise DeviceError(f"no device {name!r}: {seen}")
     device = torch.device(kind, index)
     runtime.set_device(device)  # events and streams belong to the current device
+    if kind == "npu":
+        _ask_for_float32(runtime)
     return device
+
+
+def _ask_for_float32(npu):
+    """Have float32 multiplied as float32, and say where the card would lose -inf."""
+    if hasattr(getattr(npu, "matmul", None), "allow_hf32"):
+        npu.matmul.allow_hf32 = False
+    if os.environ.get("INF_NAN_MODE_FORCE_DISABLE") == "1":
+        print("INF_NAN_MODE_FORCE_DISABLE=1: -inf becomes a finite number, so causal masks and "
+              "rows that see nothing go wrong; unset it", file=sys.stderr)
 
 
 def accelerator(kind):
@@ -119,7 +133,7 @@ def _npu_trouble():
         said = " ".join(str(_npu_fault).split())
         cause = f"import torch_npu failed: {type(_npu_fault).__name__}: {said}"
     stack = f"torch {torch.__version__}, torch_npu {_torch_npu_version()}{_visible('npu')}"
-    return f"{cause} ({stack}); usual mend: source {cann.set_env()}"
+    return f"{cause} ({stack}); try: source {cann.set_env()}"
 
 
 def _cuda_trouble():
@@ -158,10 +172,50 @@ def _cpu_memory():
 
 
 def free_bytes(device):
-    """Return the bytes that `device` can still hand out."""
+    """Return the bytes that `device` can still hand out; on a CPU to this process: the least of
+    what is free and what the limits of the process and of its control groups leave.
+    """
     if device.type != "cpu":
         return accelerator(device.type).mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
+    return max(0, min([_free_of_machine(), *_left_of_address_space(), *_left_of_groups()]))
+
+
+def _free_of_machine():
+    meminfo = PROC / "meminfo"
     if not meminfo.exists():  # macOS
         return _cpu_memory()
     return int(re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.M).group(1)) * 1024
+
+
+def _left_of_address_space():
+    limit, statm = resource.getrlimit(resource.RLIMIT_AS)[0], PROC / "self" / "statm"
+    if limit != resource.RLIM_INFINITY and statm.exists():
+        yield limit - int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _left_of_groups():
+    """Yield what each control group (v1, v2) around this process leaves; its cache can go."""
+    member = PROC / "self" / "cgroup"
+    for line in member.read_text().splitlines() if member.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = CGROUPS / "memory"
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        group = top / path.lstrip("/")  # in a container there may be the top alone
+        for folder in (group, *group.parents):
+            if folder == top or top in folder.parents:
+                yield from _left_of_group(folder, *names)
+
+
+def _left_of_group(folder, limit, used, cache):
+    try:
+        most, now = (folder / limit).read_text().strip(), (folder / used).read_text()
+        cached = re.search(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.M)
+    except OSError:
+        return
+    if most != "max":
+        yield int(most) - int(now) + (int(cached.group(1)) if cached else 0)

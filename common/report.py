@@ -1,15 +1,13 @@
-"""Show what was measured: tables and progress on the terminal, JSON and plots in files.
-
-A file is written beside its place and moved there when it is whole, so an interrupted run leaves
-no half of it.
-"""
+"""Show what was measured: tables and progress on the terminal, JSON and plots in files."""
 
 import contextlib
 import dataclasses
 import json
+import logging
+import math
 import os
-import tempfile
-from pathlib import Path
+import sys
+import warnings
 
 from rich import box
 from rich.console import Console
@@ -17,8 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from common.device import describe, versions
+from common.files import whole_file
 
-console = Console(highlight=False, soft_wrap=True)  # nothing is cut to the width of the terminal
+AS_IT_IS = {"highlight": False, "markup": False, "emoji": False}  # [a] and :b: may be in a path
+console = Console(soft_wrap=True, **AS_IT_IS)  # nothing is cut to the width of the terminal
 
 
 def print_table(title, columns, rows, left=1):
@@ -28,13 +28,13 @@ def print_table(title, columns, rows, left=1):
         table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    wide = Console(width=10_000, color_system=None)  # as wide as its cells are
+    wide = Console(width=10_000, color_system=None, **AS_IT_IS)  # as wide as its cells are
     with wide.capture() as shown:
         wide.print(table)
-    console.print(f"\n[bold]{title}[/bold]\n")
+    console.print(f"\n{title}\n", style="bold")
     for line in shown.get().splitlines():
         if line.strip():
-            console.print(line, markup=False)
+            console.print(line)
 
 
 def mib(count):
@@ -58,8 +58,9 @@ def track(title, items):
 @contextlib.contextmanager
 def progress(title, total):
     """Show a bar of `total` steps on a terminal, nothing in a pipe. Yields advance()."""
-    columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    shown = Console(stderr=True)
+    name = TextColumn("{task.description}", markup=False)
+    columns = name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    shown = Console(stderr=True, **AS_IT_IS)
     bar = Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal)
     with bar:
         task = bar.add_task(title, total=total)
@@ -69,45 +70,77 @@ def progress(title, total):
 def write_json(path, device, rows):
     """Write {"device": describe's line, "versions": {...}, "rows": [{"tool": ..., fields}, ...]}.
 
-    rows: [(tool, dataclass instance), ...].
+    path: as for `whole_file`: '-' is standard output. rows: [(tool, dataclass instance), ...]. JSON
+    has no NaN and no infinity: they are null, and beside the field "<field>_why" says 'nan', 'inf'
+    or '-inf'; beside a list a list, null where a number stands. Raises OSError.
     """
     found = {"device": describe(device), "versions": versions(),
              "rows": [{"tool": tool, **dataclasses.asdict(row)} for tool, row in rows]}
     with whole_file(path) as part:
-        part.write_text(json.dumps(found, indent=2) + "\n")
+        text = json.dumps(_finite(found)[0], indent=2, allow_nan=False)
+        part.write_text(text + "\n", encoding="utf-8")
+
+
+def _finite(value):
+    """Return `value` with null for what JSON has not, and why: a word, a list of them or None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None, str(value)
+    if isinstance(value, (list, tuple)):
+        parts = [_finite(part) for part in value]
+        whys = [why for _, why in parts]
+        return [part for part, _ in parts], whys if any(whys) else None
+    if not isinstance(value, dict):
+        return value, None
+    found = {}
+    for field, part in value.items():
+        found[field], why = _finite(part)
+        if why:
+            found[f"{field}_why"] = why
+    return found, None
 
 
 @contextlib.contextmanager
-def whole_file(path):
-    """Yield a path to write to; it becomes `path` when the block ends without an error."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".part-", suffix=path.suffix)
-    os.close(handle)
-    part = Path(name)
-    try:
-        yield part
-        os.chmod(part, 0o644)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+def plotted(path, *shape, figsize=None, **options):
+    """Yield the axes of a new figure (Figure.subplots(*shape, **options)); then write it to `path`.
 
-
-@contextlib.contextmanager
-def plotted(path, *shape, **options):
-    """Yield the axes of a new figure (plt.subplots(*shape, **options)); then write it to `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(*shape, layout="constrained", **options)
-    try:
-        yield axes
+    pyplot and its backend, which may be a notebook's, are left alone.
+    """
+    with _quietly():
+        Figure = _figure_class()
+        figure = Figure(figsize=figsize, layout="constrained")
+        yield figure.subplots(*shape, **options)
         with whole_file(path) as part:
             figure.savefig(part, dpi=120)
+
+
+def _figure_class():
+    """Import matplotlib's Figure, whatever backend MPLBACKEND names: it need not be installed."""
+    backend = os.environ.pop("MPLBACKEND", None)
+    first = "matplotlib" not in sys.modules
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
     finally:
-        plt.close(figure)
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    if first and backend:
+        with contextlib.suppress(ValueError):
+            matplotlib.rcParams["backend"] = backend  # as the import would have
+    return Figure
+
+
+@contextlib.contextmanager
+def _quietly():
+    """Keep matplotlib's warnings and its log (fonts, folders of its own) off stderr."""
+    logger = logging.getLogger("matplotlib")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def plot_curves(path, title, ylabel, curves, guides):

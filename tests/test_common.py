@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import cann, device, memory, report, timing
+from common import cann, device, report, timing
 from common.cli import Refused
 
 ROOT = Path(device.__file__).parent.parent
@@ -45,6 +46,7 @@ def test_a_broken_torch_npu_is_told_and_the_cpu_taken_under_auto(torch_npu, tmp_
         cause,
         f"torch {torch.__version__}",
         "ASCEND_RT_VISIBLE_DEVICES='9'",
+        "try: source",
         "set_env.sh",
     ):
         assert told in done.stderr
@@ -68,6 +70,69 @@ def test_an_unknown_device_name_is_refused_with_its_name(name):
         device.choose(name)
 
 
+NPU = """
+import torch, types
+torch.utils.rename_privateuse1_backend("npu")
+matmul = types.SimpleNamespace({options})
+torch.npu = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 1, matmul=matmul,
+                                  current_device=lambda: 0, set_device=lambda device: None)
+"""
+
+
+@pytest.mark.parametrize("options, after", [("allow_hf32=True", {"allow_hf32": False}), ("", {})])
+def test_on_an_npu_float32_stays_float32_and_saturation_is_told(options, after, tmp_path):
+    (tmp_path / "torch_npu.py").write_text(NPU.format(options=options))
+    done = subprocess.run(
+        [sys.executable, "-c", "from common import device; device.choose('npu'); "
+                               "print(vars(device.torch.npu.matmul))"],
+        text=True, capture_output=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "INF_NAN_MODE_FORCE_DISABLE": "1"})
+    assert (done.returncode, done.stdout) == (0, f"{after}\n"), done.stderr
+    assert len(done.stderr.splitlines()) == 1 and "-inf" in done.stderr
+
+
+def limited(tmp_path, monkeypatch, member, files, most=resource.RLIM_INFINITY):
+    """Return free_bytes of a machine with 8 MiB free and the given control groups."""
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    texts = {"proc/meminfo": "MemAvailable: 8192 kB\n", "proc/self/cgroup": member,
+             "proc/self/statm": "256 1 1 1 0 1 0\n",
+             **{f"cgroup/{name}": text for name, text in files.items()}}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(device, "PROC", proc)
+    monkeypatch.setattr(device, "CGROUPS", groups)
+    monkeypatch.setattr(device.resource, "getrlimit", lambda _: (most, most))
+    return device.free_bytes(CPU)
+
+
+def group(folder, most, now, cached, v1=False):
+    names = (("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file") if v1 else
+             ("memory.max", "memory.current", "inactive_file"))
+    return {f"{folder}/{names[0]}": f"{most}\n", f"{folder}/{names[1]}": f"{now}\n",
+            f"{folder}/memory.stat": f"anon 5\n{names[2]} {cached}\n"}
+
+
+@pytest.mark.parametrize("member, files, free", [
+    ("", {}, 2**23),
+    ("0::/\n", group(".", "max", 5, 5), 2**23),
+    ("0::/\n", group(".", 2**22, 3000, 1000), 2**22 - 2000),
+    ("0::/a/b\n", {**group("a/b", "max", 5, 0), **group("a", 2**21, 100, 0)}, 2**21 - 100),
+    ("0::/a/b\n", group(".", 2**21, 2**22, 0), 0),
+    ("4:cpu,memory:/a/b\n0::/\n", group("memory/a", 2**20, 100, 50, v1=True), 2**20 - 50),
+    ("4:memory:/docker/b\n", group("memory", 2**20, 100, 0, v1=True), 2**20 - 100),
+    ("4:memory:/\n", group("memory", 2**63 - 4096, 100, 0, v1=True), 2**23),
+])
+def test_free_memory_is_what_the_control_groups_leave(member, files, free, tmp_path, monkeypatch):
+    assert limited(tmp_path, monkeypatch, member, files) == free
+
+
+def test_free_memory_is_what_the_address_space_leaves(tmp_path, monkeypatch):
+    mapped = 256 * os.sysconf("SC_PAGE_SIZE")
+    assert limited(tmp_path, monkeypatch, "", {}, most=2**21) == max(0, 2**21 - mapped)
+    assert 0 < device.free_bytes(CPU)
+
+
 def test_the_device_line_names_what_a_figure_depends_on():
     line = device.describe(CPU)
     assert line.startswith("cpu (") and "GiB" in line and f"torch {torch.__version__}" in line
@@ -87,25 +152,23 @@ def test_cann_is_found_where_set_env_says(tmp_path, monkeypatch):
     assert cann.set_env() == tmp_path / "set_env.sh"
 
 
-def test_peak_counts_what_stands_at_once_above_what_stood_before():
-    before = torch.ones(2**20)
-
-    def call():
-        a = torch.empty(2**18)  # 1 MiB
-        b = torch.neg(a)  # and 1 MiB beside it
-        del a
-        return torch.neg(b[:0]) + torch.neg(before[:0])
-
-    for _ in range(2):
-        assert memory.measure_peak(call, CPU).total == 2 * 2**20
+PLOTS = """
+import os, sys
+from common.report import plot_curves
+plot_curves(sys.argv[1], "title \u4e2d", "", {"a": [(1, 1), (2, 0)]}, {})
+print(os.environ["MPLBACKEND"], "matplotlib.pyplot" in sys.modules)
+"""
 
 
-def test_peak_without_the_result_counts_shared_storage_once():
-    def call():
-        x = torch.ones(2**18)
-        return x, x[1:]
-
-    assert memory.measure_peak(call, CPU) == (2**20, 0)
+@pytest.mark.parametrize("backend", ["module://not_there", "not_there", "svg"])
+def test_a_plot_needs_no_backend_and_changes_none(backend, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    done = subprocess.run([sys.executable, "-c", PLOTS, path], text=True, capture_output=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": backend,
+                               "MPLCONFIGDIR": "/proc/no"})
+    assert (done.stdout, done.stderr) == (f"{backend} False\n", "")
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_calls_are_timed_in_turn_after_a_warm_up_and_often_enough():

@@ -1,0 +1,1 @@
+"""What any phase may use: knows nothing of attention."""
