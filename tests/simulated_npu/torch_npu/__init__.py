@@ -1,14 +1,21 @@
 """A torch_npu for machines without a card: simulated Ascend cards, for tests only.
 
 Put this folder's parent on PYTHONPATH. A tensor of a card runs every operator on a CPU tensor
-inside, so the numbers are the CPU's, and the times say nothing of an Ascend. What is offered is
-what tests/torch_npu_surface.json says of every torch_npu. simulation.py says what the cards refuse
-and how they count.
+inside, so the numbers are the CPU's but for what arithmetic.py tells, and the times say nothing of
+an Ascend. What is offered is what tests/torch_npu_surface.json says of every torch_npu, and
+torch.npu.matmul.allow_hf32. simulation.py says what the cards refuse and how they count.
 
 SIMULATED_NPU_CARDS        how many cards there are, 1 unless given; 0 is a machine without one
 ASCEND_RT_VISIBLE_DEVICES  which of them are seen, as on the card
 SIMULATED_NPU_BROKEN       an installation whose import fails: nocann, importerror, oserror or
                            runtimeerror
+SIMULATED_NPU_GIB          the memory of each card, 64 unless given
+SIMULATED_NPU_WORKSPACES   1: the workspaces of matrix products count as allocated; as on the card,
+                           TASK_QUEUE_ENABLE=2 leaves them out
+SIMULATED_NPU_MSPROF       0: msprof is not on PATH, the profiler leaves no tables
+SIMULATED_NPU_OLD_FUSION   1: npu_fusion_attention gives its output Q's shape, as in op-plugin 6.0.0
+SIMULATED_NPU_OLD_CANN     1: npu_fusion_attention takes no float32, as in CANN 7.0.0
+INF_NAN_MODE_FORCE_DISABLE 1: saturation mode, as on the card
 """
 
 import os

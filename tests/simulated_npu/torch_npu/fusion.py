@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
+from torch_npu.arithmetic import is_on
 from torch_npu.simulation import CUBE_DTYPES, NPUTensor, kernels, launches
 
 _library = torch.library.Library("npu", "DEF")
@@ -47,8 +48,9 @@ def attention(*args, **kwargs):
     if layout not in TO_HEADS or o.keep_prob != 1 or any(x is not None for x in extras):
         raise NotImplementedError("layout TND, dropout, pse and prefix are not simulated")
     dtypes = {x.dtype for x in (o.query, o.key, o.value)}
-    if len(dtypes) > 1 or not dtypes <= CUBE_DTYPES:
-        raise RuntimeError(f"npu_fusion_attention takes one of {CUBE_DTYPES}, got {dtypes}")
+    taken = CUBE_DTYPES - {torch.float32} if is_on("SIMULATED_NPU_OLD_CANN") else CUBE_DTYPES
+    if len(dtypes) > 1 or not dtypes <= taken:
+        raise RuntimeError(f"npu_fusion_attention takes one of {taken}, got {dtypes}")
     head_dim = o.query.shape[-1] // (o.head_num if layout in ("BSH", "SBH") else 1)
     q = TO_HEADS[layout](o.query, o.head_num)
     k, v = (TO_HEADS[layout](x, o.key.shape[-1] // head_dim) for x in (o.key, o.value))
@@ -69,6 +71,9 @@ def attention(*args, **kwargs):
     if o.inner_precise == 2 or (o.sparse_mode == 3 and S.shape[-2] > S.shape[-1]):
         out = out.masked_fill(largest == -torch.inf, 0)
     out = FROM_HEADS[layout](out.to(o.query.dtype)).contiguous()
+    if is_on("SIMULATED_NPU_OLD_FUSION"):  # V's rows, one after the other, where Q's have room
+        rest = o.query.numel() - out.numel()
+        out = torch.nn.functional.pad(out.flatten(), (0, rest)).view(o.query.shape)
     statistics = (x.repeat(1, 1, 1, 8) for x in (largest, total))
     return (out, *statistics, o.query.new_empty(0), 0, 0, 0)
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from torch_npu import simulation
+from torch_npu.arithmetic import matmul as matmul
 from torch_npu.simulation import cards, index_of
 
 
@@ -22,6 +23,19 @@ def set_device(device):
     simulation.current = index_of(device)
 
 
+class device:
+    """Make a card the current one within a `with`."""
+
+    def __init__(self, device):
+        self.index = index_of(device)
+
+    def __enter__(self):
+        self.before, simulation.current = simulation.current, self.index
+
+    def __exit__(self, *error):
+        simulation.current = self.before
+
+
 def synchronize(device=None):
     card = cards[index_of(device)]
     card.done = card.queued
@@ -32,8 +46,8 @@ def get_device_name(device_name=None):
 
 
 def get_device_properties(device_name=None):
-    index_of(device_name, AssertionError)
-    return SimpleNamespace(name="Ascend910B3", total_memory=simulation.Card.total)
+    card = cards[index_of(device_name, AssertionError)]
+    return SimpleNamespace(name="Ascend910B3", total_memory=card.total)
 
 
 def mem_get_info(device=None):

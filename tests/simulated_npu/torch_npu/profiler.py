@@ -1,4 +1,7 @@
-"""torch_npu.profiler: the tables that the real one writes, with what is simulated in them."""
+"""torch_npu.profiler: the tables that the real one writes, with what is simulated in them.
+
+As the real one it says on stdout that it works, and without msprof it goes on and leaves no tables.
+"""
 
 import csv
 import json
@@ -40,6 +43,10 @@ def tensorboard_trace_handler(dir_name=None, worker_name=None, analyse_flag=True
         folder = Path(dir_name or ".") / worker / "ASCEND_PROFILER_OUTPUT"
         folder.mkdir(parents=True)
         if not analyse_flag:
+            return
+        stamp = f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] [INFO] [{os.getpid()}]"
+        print(f"{stamp} profiler.py: Start parsing profiling data: {folder.parent}")
+        if os.environ.get("SIMULATED_NPU_MSPROF") == "0":
             return
         work = [
             {"Name": name, "Device Self Duration(us)": seconds * 1e6}

@@ -3,14 +3,20 @@
 As on the card:
 - Tensors of two devices meet in no operator but a copy and an index; a CPU scalar without
   dimensions may join.
+- A cast to float64 gives float32, with a warning once; `.cpu().double()` is float64. A tensor that
+  is made as float64, on the card or by a copy from the CPU, keeps its dtype.
 - Matrix products, convolutions and the backward of softmax take float16, bfloat16 and float32,
   no float64. (CANN's forward softmax takes float64, so it does here.)
-- Memory is what the live storages hold, each with 32 bytes added and rounded up to 512.
+- Float32 enters a matrix product whole, or with 11 bits if torch.npu.matmul.allow_hf32 is set.
+- Memory is what the live storages hold, each with 32 bytes added and rounded up to 512. What goes
+  beyond the card's memory raises.
 - Work is queued: an event has no time before it is waited for, and a card's clock moves by the
   work that this card is given, not by another's.
 
-Not simulated: streams, generators, workspaces, running out of memory, operators that change the
-shape of an argument. `x.to("npu")` without an index goes to card 0, whichever is current.
+The switches that __init__.py lists are read at each operator, so a test can turn them.
+
+Not simulated: streams, generators, operators that change the shape of an argument. `x.to("npu")`
+without an index goes to card 0, whichever is current.
 """
 
 import os
@@ -22,10 +28,14 @@ from functools import partial
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-CUBE_OPS = {"mm", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "mv", "dot", "convolution"}
-CUBE_OPS |= {"convolution_backward", "_softmax_backward_data"}
+from torch_npu import arithmetic
+from torch_npu.arithmetic import BATCHED_OPS, MATMUL_OPS, is_on
+
+CUBE_OPS = {"convolution", "convolution_backward", "_softmax_backward_data"}
+CUBE_OPS |= MATMUL_OPS | BATCHED_OPS
 CUBE_DTYPES = {torch.float16, torch.bfloat16, torch.float32}
-MAY_MIX = {"copy_", "_copy_from", "_to_copy", "index", "index_put_", "_index_put_impl_"}
+COPIES = {"copy", "_copy_from", "_to_copy"}
+MAY_MIX = COPIES | {"index", "index_put", "_index_put_impl"}
 
 launches = []  # (operator, index of the card) of all the work since clear()
 watchers = []  # lists to which each operator adds (name, seconds, bytes that it allocated)
@@ -41,29 +51,57 @@ def clear():
 class Card:
     """What one card has counted: bytes of memory, entries of its queue, seconds of work."""
 
-    total = 64 * 2**30
-
     def __init__(self):
         self.current = self.peak = self.allocated = self.reserved = 0
         self.queued = self.done = 0
         self.clock = 0.0
+
+    @property
+    def total(self):
+        return int(float(os.environ.get("SIMULATED_NPU_GIB", "64")) * 2**30)
 
     def hold(self, storage):
         """Count a storage for as long as it lives: once, however many tensors share it."""
         key = storage._cdata
         if key in _held or not storage.nbytes():
             return
-        size = (storage.nbytes() + 32 + 511) // 512 * 512
+        size = self._take(storage.nbytes())
 
         def free(_):
             del _held[key]
             self.current -= size
 
         _held[key] = weakref.ref(storage, free)
+
+    def borrow(self, nbytes):
+        """Count a workspace, which is freed as soon as its operator is launched."""
+        if nbytes:
+            size = self._take(nbytes)
+            self.current -= size
+
+    def _take(self, nbytes):
+        size = (nbytes + 32 + 511) // 512 * 512
+        if self.current + size > self.total:
+            used, free = _shown(self.current), _shown(self.total - self.current)
+            raise RuntimeError(
+                f"NPU out of memory. Tried to allocate {_shown(nbytes)} (NPU {cards.index(self)}; "
+                f"{_shown(self.total)} total capacity; {used} already allocated; {used} current "
+                f"active; {free} free; {_shown(self.reserved)} reserved in total by PyTorch) If "
+                "reserved memory is >> allocated memory try setting max_split_size_mb to avoid "
+                "fragmentation."
+            )
         self.current += size
         self.allocated += size
         self.peak = max(self.peak, self.current)
         self.reserved = max(self.reserved, self.current)
+        return size
+
+
+def _shown(nbytes):
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} bytes"
 
 
 def _seen():
@@ -135,30 +173,29 @@ class NPUTensor(torch.Tensor):
 def run(func, *args, **kwargs):
     """Run an operator on the CPU tensors inside, and put what it returns where it belongs."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    _refuse(func, tensors)
+    name = func._schema.name.split("::")[1].rstrip("_")
+    _refuse(name, tensors)
     worker = target = next((t.device.index for t in tensors if isinstance(t, NPUTensor)), None)
+    if worker is not None:
+        kwargs = arithmetic.without_float64(name, args, kwargs)
     device = kwargs.get("device")
     if device is not None:
         target = index_of(device) if device.type == "npu" else None
         kwargs = {**kwargs, "device": "cpu"}
     card = cards[target if worker is None else worker]
     allocated = card.allocated
-    shells = {id(_inside(t)): t for t in tensors}
+    inputs = arithmetic.as_hf32(name, tree_map(_inside, args))
 
     start = time.perf_counter()
-    result = kernels.get(func, func)(*tree_map(_inside, args), **tree_map(_inside, kwargs))
+    result = kernels.get(func, func)(*inputs, **tree_map(_inside, kwargs))
     seconds = (time.perf_counter() - start) * _is_work(func)
 
-    def outside(value):
-        if id(value) in shells:  # an operator in place returns its argument
-            if shells[id(value)].shape != value.shape:
-                raise NotImplementedError(f"{func} changes a shape, which is not simulated")
-            return shells[id(value)]
-        on_card = isinstance(value, torch.Tensor) and target is not None
-        return NPUTensor(value, target) if on_card else value
-
-    result = tree_map(outside, result)
+    within_card = target is not None and all(isinstance(t, NPUTensor) for t in tensors)
+    if _is_work(func) and (within_card or name not in COPIES):
+        arithmetic.saturate(result)
+    result = tree_map(partial(_outside, func, tensors, target), result)
     if _is_work(func):
+        card.borrow(_workspace(name, tensors))
         card.queued += 1
         card.clock += seconds
         launches.append((func._schema.name, cards.index(card)))
@@ -173,8 +210,17 @@ def _inside(value):
     return value.inner if isinstance(value, NPUTensor) else value
 
 
-def _refuse(func, tensors):
-    name = func._schema.name.split("::")[1]
+def _outside(func, tensors, target, value):
+    for shell in tensors:
+        if _inside(shell) is value:  # an operator in place returns its argument
+            if shell.shape != value.shape:
+                raise NotImplementedError(f"{func} changes a shape, which is not simulated")
+            return shell
+    on_card = isinstance(value, torch.Tensor) and target is not None
+    return NPUTensor(value, target) if on_card else value
+
+
+def _refuse(name, tensors):
     devices = {str(t.device) for t in tensors if t.dim() or isinstance(t, NPUTensor)}
     if len(devices) > 1 and name not in MAY_MIX:
         raise RuntimeError(
@@ -182,8 +228,23 @@ def _refuse(func, tensors):
             + " and ".join(sorted(devices, reverse=True))
         )
     wrong = {t.dtype for t in tensors} - CUBE_DTYPES
-    if wrong and name.rstrip("_") in CUBE_OPS:
+    if wrong and name in CUBE_OPS:
         raise RuntimeError(f"{name} is not implemented for {wrong} on the card")
+
+
+def _workspace(name, tensors):
+    """Bytes that an operator works in beside its result. With TASK_QUEUE_ENABLE=2 none is counted.
+
+    An operand is unaligned here if its rows, as they lie in memory, are no multiple of 32 bytes.
+    """
+    uncounted = os.environ.get("TASK_QUEUE_ENABLE") == "2"
+    if uncounted or not is_on("SIMULATED_NPU_WORKSPACES") or name not in MATMUL_OPS | BATCHED_OPS:
+        return 0
+    if name in MATMUL_OPS:
+        return 20 * 2**20
+    rows = (t.shape[-1 if t.stride(-1) == 1 else -2] * t.element_size() for t in tensors)
+    in_a_batch = tensors[-1].shape[0] > 1
+    return 32 + 20 * 2**20 * (in_a_batch and any(row % 32 for row in rows))
 
 
 def _is_work(func):

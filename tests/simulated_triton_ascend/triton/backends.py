@@ -1,0 +1,1 @@
+backends = {"ascend": None}

@@ -1,0 +1,3 @@
+class constexpr:
+    def __init__(self, value):
+        self.value = value
