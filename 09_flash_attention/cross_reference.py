@@ -5,35 +5,37 @@
     python cross_reference.py --phase 8    Mini-GPT: its module with standard, flash, fused inside
 """
 
-import math
-import statistics
+import sys
 from dataclasses import dataclass
 from itertools import product
+from os.path import dirname, realpath
+from typing import Optional
 
-from flash_attention import cli, standard_attention  # first: finds `common`
-from flash_backward import flash_attention
-from fused import fused_attention
-from cases import cases_of, parser
-from common.device import choose, describe
+sys.path.insert(0, dirname(realpath(__file__)))  # `python -I` leaves it out
+from lab import lesson
+from common import cli
 from common.profiling import profile_call
-from common.report import console, mib, print_table, track, write_json
+from common.report import console, mib, print_table, track
 from common.timing import ratio, time_in_turn
+from flash_attention import flash_attention_forward, standard_attention
+from lab.show import ms, print_reasons
+from mini_gpt import CausalSelfAttention
 
 import torch
-from torch import nn
-
-ATTENTION = {"standard": standard_attention, "flash": flash_attention, "fused": fused_attention}
 
 
 @dataclass
 class ProductRow:
-    """A part of standard attention: its median seconds, its share of the whole, its rate."""
+    """A part of standard attention: median seconds, share of the whole, and its rate where it is
+    a product. why: why the time is not to be believed.
+    """
 
     name: str
     shape: str
     seconds: float
     share: float
-    tflops: float
+    tflops: Optional[float]
+    why: str = ""
 
 
 def time_products(case, device, seed=0):
@@ -48,43 +50,14 @@ def time_products(case, device, seed=0):
         "P V": lambda: P @ V,
     }
     products = {"Q K^T": 2 * S.numel() * Q.shape[-1], "P V": 2 * S.numel() * V.shape[-1]}
-    flop = {**products, "standard attention": sum(products.values()), "softmax": math.nan}
-    seconds = time_in_turn(calls, device)
-    whole = seconds["standard attention"]
-    rows = []
-    for name, part in seconds.items():
-        median = statistics.median(part)
-        rows.append(ProductRow(name, case.shape, median, ratio(part, whole)[0],
-                               flop[name] / median / 1e12))
+    flop = {**products, "standard attention": sum(products.values())}
+    rounds, rows = time_in_turn(calls, device), []
+    for name, seconds in rounds.items():
+        median, (share, spread) = rounds.median(name), ratio(seconds, rounds["standard attention"])
+        tflops = flop[name] / median / 1e12 if name in flop else None
+        rows.append(ProductRow(name, case.shape, median, share, tflops,
+                               rounds.doubt(name, spread)))
     return rows
-
-
-class CausalSelfAttention(nn.Module):
-    """Phase 8's module in nanoGPT's shape, [B, N, C] -> [B, N, C], its attention chosen by name.
-
-    attention: 'standard', 'flash' or 'fused'. Q, K and V are strided views of one projection.
-    """
-
-    def __init__(self, n_embd, n_head, attention="standard"):
-        super().__init__()
-        if attention not in ATTENTION:
-            raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, got {attention!r}")
-        if n_embd % n_head:
-            raise ValueError(f"n_head must divide n_embd, got {n_head} and {n_embd}")
-        self.n_head, self.attend = n_head, ATTENTION[attention]
-        self.c_attn = nn.Linear(n_embd, 3 * n_embd)
-        self.c_proj = nn.Linear(n_embd, n_embd)
-
-    def forward(self, x, cache=None):
-        """cache: takes the new K and V and returns all so far, as flash_decoding.KVCache does."""
-        Q, K, V = (
-            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # [B, N, C] -> [B, H, N, C/H]
-            for part in self.c_attn(x).chunk(3, dim=-1)
-        )
-        if cache is not None:
-            K, V = cache.append(K, V)  # [B, H, length, C/H]
-        O = self.attend(Q, K, V, causal=True)  # [B, H, N, C/H]
-        return self.c_proj(O.transpose(1, 2).flatten(-2))  # [B, N, C]
 
 
 @dataclass
@@ -95,22 +68,25 @@ class ModuleRow:
     shape: str
     max_diff: float
     seconds: float
+    why: str = ""
 
 
 @torch.no_grad()
 def compare_modules(N, device, dtype=torch.float32, n_embd=384, n_head=6, seed=0):
     """Phase 8: one set of weights, one input, each attention in turn. Return ModuleRows."""
-    torch.manual_seed(seed)
-    modules = {name: CausalSelfAttention(n_embd, n_head, name) for name in ATTENTION}
-    x = torch.randn(1, N, n_embd).to(device, dtype)
+    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
+        torch.default_generator.manual_seed(seed)
+        modules = {name: CausalSelfAttention(n_embd, n_head, name)
+                   for name in ("standard", "flash", "fused")}
+        x = torch.randn(1, N, n_embd).to(dtype).to(device)
     for module in modules.values():
         module.load_state_dict(modules["standard"].state_dict())
         module.to(device, dtype)
     expected = modules["standard"](x)
-    seconds = time_in_turn({name: lambda m=m: m(x) for name, m in modules.items()}, device)
+    rounds = time_in_turn({name: lambda m=m: m(x) for name, m in modules.items()}, device)
     return [
         ModuleRow(name, f"1x{N}x{n_embd}", (module(x) - expected).abs().max().item(),
-                  statistics.median(seconds[name]))
+                  rounds.median(name), rounds.doubt(name))
         for name, module in modules.items()
     ]
 
@@ -120,17 +96,18 @@ def show_phase_1(cases, args, device):
             for row in time_products(case, device, args.seed)]
     print_table("Phase 1, Hello NPU: the matrix products inside standard attention",
                 ["part", "Q", "ms", "share", "TFLOP/s"],
-                [(r.name, r.shape, f"{r.seconds * 1e3:.4g}", f"{r.share:.0%}",
-                  "-" if math.isnan(r.tflops) else f"{r.tflops:.3g}") for r in rows])
+                [(r.name, r.shape, ms(r), f"{r.share:.0%}",
+                  "-" if r.tflops is None else f"{r.tflops:.3g}") for r in rows])
+    print_reasons(rows)
     return rows
 
 
 def show_phase_7(cases, args, device):
-    rows = []
-    for case, name in product(cases, ("standard", "flash")):
+    rows, attention = [], {"standard": standard_attention, "flash": flash_attention_forward}
+    for case, name in product(cases, attention):
         inputs = case.inputs(device, args.seed)
         path, operators = profile_call(
-            lambda name=name, case=case, inputs=inputs: ATTENTION[name](*inputs, **case.masks),
+            lambda name=name, case=case, inputs=inputs: attention[name](*inputs, **case.masks),
             device, args.traces, f"{name}_{case.shape}")
         rows += operators
         for order, value in (("time", lambda o: o.self_ms), ("memory", lambda o: o.self_bytes)):
@@ -147,7 +124,8 @@ def show_phase_8(cases, args, device):
             for row in compare_modules(case.Nq, device, case.dtype, seed=args.seed)]
     print_table("Phase 8, Mini-GPT: CausalSelfAttention, one set of weights",
                 ["attention", "input", "largest difference", "ms"],
-                [(r.name, r.shape, f"{r.max_diff:.2e}", f"{r.seconds * 1e3:.4g}") for r in rows])
+                [(r.name, r.shape, f"{r.max_diff:.2e}", ms(r)) for r in rows])
+    print_reasons(rows)
     return rows
 
 
@@ -155,20 +133,15 @@ SHOW = {1: show_phase_1, 7: show_phase_7, 8: show_phase_8}
 
 
 def main():
-    options = parser(__doc__.splitlines()[0],
-                     "device", "dtype", "seq-len", "causal", "seed", "json")
+    options = lesson.parser(__doc__, "device", "dtype", "seq-len", "causal", "seed", "json")
     options.add_argument("--phase", type=int, choices=SHOW, help="(all three)")
-    options.add_argument("--traces", metavar="DIR", default="results/traces",
-                         help="where phase 7 writes (results/traces)")
-    args = options.parse_args()
-    device = choose(args.device)
-    cases = cases_of(args, options, device, lengths=(1024,))
-    console.print(f"device: {describe(device)}")
+    options.add_argument("--traces", metavar="DIR", type=cli.folder_to_write,
+                         default="results/traces", help="where phase 7 writes (results/traces)")
+    args, device, cases = lesson.begin(options, lengths=(1024,))
     rows = []
     for phase in [args.phase] if args.phase else SHOW:
         rows += [(f"phase {phase}", row) for row in SHOW[phase](cases, args, device)]
-    if args.json:
-        write_json(args.json, device, rows)
+    return lesson.finish(args, device, rows)
 
 
 if __name__ == "__main__":

@@ -7,27 +7,25 @@ The steps start at the first article's loop and end at `flash_attention_forward`
 """
 
 import math
-import statistics
+import sys
 from dataclasses import dataclass
+from os.path import dirname, realpath
 from pathlib import Path
 
-from flash_attention import (  # first: finds `common`
-    cli,
-    flash_attention_forward,
-    fused_attention,
-    online_softmax_step,
-    standard_attention,
-)
-from cases import cases_of, parser
-from common.device import choose, describe
-from common.report import console, logarithmic, plotted, print_table, write_json
+sys.path.insert(0, dirname(realpath(__file__)))  # `python -I` leaves it out
+from lab import lesson
+from common import cli
+from common.report import console, logarithmic, plotted, print_table
 from common.timing import count_launches, ratio, time_in_turn
+from flash_attention import flash_attention_forward, online_softmax_step, standard_attention
+from lab.fused import fused_attention
+from lab.show import ms, print_reasons
 
 import torch
 
 
 def article_step(m, l, O_block, S_block, V_block):
-    """The article's five lines, each with a new tensor for its result."""
+    """The lines of `plain_flash_attention`, each with a new tensor for its result."""
     m_new = torch.maximum(m, S_block.amax(-1, keepdim=True))
     correction = torch.exp(m - m_new)
     P_block = torch.exp(S_block - m_new)
@@ -49,14 +47,14 @@ def in_place_step(m, l, O_block, S_block, V_block):
 def walk(step, Q, K, V, Br, Bc, scratch=None):
     """Dense attention of [B, N, d], a `step` for each tile; S_block in `scratch` or a new one."""
     O, scale = torch.empty_like(Q), 1 / math.sqrt(Q.shape[-1])
-    for Q_rows, O_rows in zip(Q.split(Br, 1), O.split(Br, 1)):
-        Q_block = Q_rows * scale  # [B, Br, d]
+    for Q_block, O_rows in zip(Q.split(Br, 1), O.split(Br, 1)):  # [B, Br, d]
         m = torch.full_like(Q_block[..., :1], torch.finfo(Q.dtype).min)  # [B, Br, 1]
         l, O_block = torch.zeros_like(m), torch.zeros_like(Q_block)
         for K_block, V_block in zip(K.split(Bc, 1), V.split(Bc, 1)):  # [B, Bc, d]
             shape = (*Q_block.shape[:2], K_block.shape[1])
             out = None if scratch is None else scratch[: math.prod(shape)].view(shape)
             S_block = torch.bmm(Q_block, K_block.transpose(1, 2), out=out)  # [B, Br, Bc]
+            S_block.mul_(scale)
             m, l, O_block = step(m, l, O_block, S_block, V_block)
         O_rows.copy_(O_block / l)
     return O
@@ -64,15 +62,17 @@ def walk(step, Q, K, V, Br, Bc, scratch=None):
 
 @dataclass
 class StepRow:
-    """faster: times as fast as the row above, with its quartiles."""
+    """faster: times as fast as the row above, with its quartiles. why: why not to be believed."""
 
     name: str
+    shape: str
     tile: str
     seconds: float
     faster: float
     spread: tuple
     of_fused: float
     launches: int
+    why: str = ""
 
 
 def time_steps(case, device, seed=0):
@@ -91,45 +91,48 @@ def time_steps(case, device, seed=0):
         "standard": (None, lambda: standard_attention(Q, K, V)),
         "fused": (None, lambda: fused_attention(Q, K, V)),
     }
-    seconds = time_in_turn({name: call for name, (_, call) in steps.items()}, device)
+    rounds = time_in_turn({name: call for name, (_, call) in steps.items()}, device)
     rows, above = [], None
     for name, (tile, call) in steps.items():
         if tile is None:  # standard and fused: no step, so compared with the last one
-            above = seconds["flash_attention_forward"]
-        faster, spread = ratio(above or seconds[name], seconds[name])
-        rows.append(StepRow(name, "x".join(map(str, tile)) if tile else "-",
-                            statistics.median(seconds[name]), faster, spread,
-                            ratio(seconds["fused"], seconds[name])[0], count_launches(call)))
-        above = seconds[name]
+            above = rounds["flash_attention_forward"]
+        faster, spread = ratio(above or rounds[name], rounds[name])
+        rows.append(StepRow(name, case.shape, "x".join(map(str, tile)) if tile else "-",
+                            rounds.median(name), faster, spread,
+                            ratio(rounds["fused"], rounds[name])[0], count_launches(call),
+                            rounds.doubt(name, spread)))
+        above = rounds[name]
     return rows
 
 
 @dataclass
 class SizeRow:
-    """One tile size; tile is the size that fits into N."""
+    """One tile size; tile is the size that fits into N. why: why not to be believed."""
 
     name: str
+    shape: str
     tile: int
     seconds: float
     of_standard: float
     launches: int
+    why: str = ""
 
 
 def time_sizes(case, device, seed=0):
-    """Time square tiles from 16 to 2048, the chosen tile, standard and fused in turn. SizeRows."""
+    """Time square tiles from 32 to 2048, the chosen tile, standard and fused in turn. SizeRows."""
     Q, K, V = case.inputs(device, seed)
     calls = {size: lambda size=size: flash_attention_forward(Q, K, V, size, size)
-             for size in (16, 32, 64, 128, 256, 512, 1024, 2048) if size <= case.Nq}
+             for size in (32, 64, 128, 256, 512, 1024, 2048) if size <= case.Nq}
     calls["auto"] = lambda: flash_attention_forward(Q, K, V, "auto", "auto")
     calls["standard"] = lambda: standard_attention(Q, K, V)
     calls["fused"] = lambda: fused_attention(Q, K, V)
-    seconds = time_in_turn(calls, device)
-    rows = []
+    rounds, rows = time_in_turn(calls, device), []
     for name, call in calls.items():
         Br, Bc = case.tile(name if isinstance(name, int) else "auto", "auto", device)
         side = name if isinstance(name, int) else round(math.sqrt(Br * Bc))
-        rows.append(SizeRow(str(name), side, statistics.median(seconds[name]),
-                            ratio(seconds["standard"], seconds[name])[0], count_launches(call)))
+        of_standard, spread = ratio(rounds["standard"], rounds[name])
+        rows.append(SizeRow(str(name), case.shape, side, rounds.median(name), of_standard,
+                            count_launches(call), rounds.doubt(name, spread)))
     return rows
 
 
@@ -138,8 +141,10 @@ class PartRow:
     """One operation on one tile, and what it takes in a call: seconds * tiles."""
 
     name: str
+    shape: str
     seconds: float
     of_a_call: float
+    why: str = ""
 
 
 def time_parts(case, device, seed=0):
@@ -160,30 +165,35 @@ def time_parts(case, device, seed=0):
     calls = {**parts, "clamp": lambda: S_block.clamp_(-1, 0),
              "flash": lambda: flash_attention_forward(Q, K, V, "auto", "auto"),
              "fused": lambda: fused_attention(Q, K, V)}
-    median = {name: statistics.median(s) for name, s in time_in_turn(calls, device).items()}
+    rounds = time_in_turn(calls, device)
+    median = {name: rounds.median(name) for name in calls}
     median["exp2"] -= median.pop("clamp")  # which only keeps its argument in range
-    return [PartRow(name, s, s * tiles if name in parts else s) for name, s in median.items()]
+    return [PartRow(name, case.shape, s, s * tiles if name in parts else s, rounds.doubt(name))
+            for name, s in median.items()]
 
 
 def show_steps(rows):
     print_table(
         "What each step buys", ["step", "tiles", "ms", "times the row above", "quartiles",
                                 "of fused", "launches"],
-        [(r.name, r.tile, f"{r.seconds * 1e3:.4g}", f"{r.faster:.2f}",
+        [(r.name, r.tile, ms(r), f"{r.faster:.2f}",
           "{:.2f} to {:.2f}".format(*r.spread), f"{r.of_fused:.2f}", r.launches) for r in rows])
+    print_reasons(rows)
 
 
 def show_sizes(rows):
     print_table(
         "Tile sizes", ["tile", "ms", "times as fast as standard", "launches"],
-        [(r.name, f"{r.seconds * 1e3:.4g}", f"{r.of_standard:.3g}", r.launches) for r in rows])
+        [(r.name, ms(r), f"{r.of_standard:.3g}", r.launches) for r in rows])
+    print_reasons(rows)
 
 
-def show_parts(rows, case):
+def show_parts(rows):
     print_table(
-        f"What a tile is made of, {case.shape}", ["operation", "us a tile", "ms a call"],
+        f"What a tile is made of, {rows[0].shape}", ["operation", "us a tile", "ms a call"],
         [(r.name, "-" if r.name in ("flash", "fused") else f"{r.seconds * 1e6:.4g}",
-          f"{r.of_a_call * 1e3:.4g}") for r in rows])
+          f"{r.of_a_call * 1e3:.4g}" + " ?" * bool(r.why)) for r in rows])
+    print_reasons(rows)
     call = {r.name: r.of_a_call * 1e3 for r in rows}
     floor = call["Q K^T"] + call["P V"] + call["exp2"]
     console.print(f"\nthe two products and exp2 alone: {floor:.4g} ms; the fused kernel, all "
@@ -203,27 +213,23 @@ def plot_sizes(path, title, rows):
         axes.legend()
 
 
+TABLES = {"steps": (time_steps, show_steps), "sizes": (time_sizes, show_sizes),
+          "parts": (time_parts, show_parts)}
+
+
 def main():
-    options = parser(__doc__.splitlines()[0], "device", "batch", "seq-len", "head-dim", "seed",
-                     "json", "plot")
-    args = options.parse_args()
-    device = choose(args.device)
-    cases = cases_of(args, options, device, lengths=(2048,))
-    console.print(f"device: {describe(device)}")
+    names = "device batch seq-len head-dim seed json plot"
+    args, device, cases = lesson.begin(lesson.parser(__doc__, *names.split()), lengths=(2048,))
     found = []
     for case in cases:
-        steps, sizes = time_steps(case, device, args.seed), time_sizes(case, device, args.seed)
-        parts = time_parts(case, device, args.seed)
-        show_steps(steps)
-        show_sizes(sizes)
-        show_parts(parts, case)
-        found += [(tool, row) for tool, rows in (("steps", steps), ("sizes", sizes),
-                                                 ("parts", parts)) for row in rows]
-        if args.plot:
-            plot_sizes(Path(args.plot) / f"tiles_{case.shape}.png",
-                       f"time of one attention call, {case.shape} ({device})", sizes)
-    if args.json:
-        write_json(args.json, device, found)
+        for name, (tool, show) in TABLES.items():
+            rows = tool(case, device, args.seed)
+            show(rows)
+            found += [(name, row) for row in rows]
+            if args.plot and name == "sizes":
+                plot_sizes(Path(args.plot) / f"tiles_{case.shape}.png",
+                           f"time of one attention call, {case.shape} ({device})", rows)
+    return lesson.finish(args, device, found)
 
 
 if __name__ == "__main__":

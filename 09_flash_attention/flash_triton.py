@@ -6,19 +6,18 @@
 
 One source for Triton 3.2 to 3.9 and triton-ascend 3.2.0: raw pointers, no option of one platform.
 `online_softmax_step` below is that of flash_attention.py line by line; `flash_attention_kernel`
-walks the tiles. Which tile fits into which chip: `compile_kernel.py`.
+walks the tiles. Which tile fits into which chip: `chips/compile_kernel.py`.
 Source: FlashAttention-2 (arXiv 2307.08691), Algorithm 1.
 """
 
 import contextlib
 import math
 import sys
-from pathlib import Path
+from os.path import dirname, realpath
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `common`
-
-from common.device import accelerator  # before torch: see there
-from visible import Visible, batched, refuse_gradients
+sys.path.insert(0, dirname(realpath(__file__)))  # `python -I` leaves it out
+from lab.visible import Visible, batched, refuse_gradients
+from common.device import accelerator
 
 import torch
 
@@ -37,6 +36,7 @@ MOST_COLUMNS = 256  # of d and dv
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2))
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+OUTSIDE = tl.constexpr(0.0)  # what a masked load is asked for
 
 
 @triton.jit
@@ -56,18 +56,21 @@ def online_softmax_step(m, l, O_block, S_block, V_block, scale):
 
 @triton.jit
 def load_rows(X, first, stop, row_stride, column_stride, rows: tl.constexpr, width: tl.constexpr,
-              columns: tl.constexpr, EDGE: tl.constexpr):
+              columns: tl.constexpr, EDGE: tl.constexpr, FILL: tl.constexpr):
     """Load rows first, first + 1, ... of X [stop, width] as [rows, columns], 0 outside of X.
 
     Only at the edge are rows compared with stop. In int64: a row can begin beyond 2^31 elements.
+    FILL: a chip may give anything outside, and 0 * NaN would reach a product, so 0 is set. CUDA
+    keeps its word, and there this would take registers.
     """
     i = tl.arange(0, rows)[:, None].to(tl.int64)
     column = tl.arange(0, columns)[None, :].to(tl.int64)
     at = X + tl.cast(first, tl.int64) * row_stride + (i * row_stride + column * column_stride)
-    if EDGE:
-        block = tl.load(at, mask=(i < stop - first) & (column < width), other=0.0)
-    elif width < columns:
-        block = tl.load(at, mask=column < width, other=0.0)
+    if EDGE or width < columns:
+        inside = (i < stop - first) & (column < width) if EDGE else column < width
+        block = tl.load(at, mask=inside, other=OUTSIDE)
+        if FILL:
+            block = tl.where(inside, block, 0.0)
     else:
         block = tl.load(at)
     return block
@@ -76,13 +79,14 @@ def load_rows(X, first, stop, row_stride, column_stride, rows: tl.constexpr, wid
 @triton.jit
 def visit_tiles(m, l, O_block, Q_block, K, V, k_n, k_d, v_n, v_d, scale, first, stop, diagonal,
                 d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-                Br: tl.constexpr, Bc: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+                Br: tl.constexpr, Bc: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
+                FILL: tl.constexpr):
     """Take the keys from first to stop, tile by tile; at the edge hide what a row may not see.
 
     k_n, k_d, v_n, v_d: strides of rows and columns. D, DV: d and dv padded to a power of 2.
     """
     for start in range(first, stop, Bc):
-        K_block = load_rows(K, start, stop, k_n, k_d, Bc, d, D, EDGE)  # [Bc, D]
+        K_block = load_rows(K, start, stop, k_n, k_d, Bc, d, D, EDGE, FILL)  # [Bc, D]
         S_block = tl.dot(Q_block, tl.trans(K_block), input_precision="ieee")  # [Br, Bc]
         if EDGE:
             i, j = tl.arange(0, Br)[:, None], tl.arange(0, Bc)[None, :]
@@ -93,7 +97,7 @@ def visit_tiles(m, l, O_block, Q_block, K, V, k_n, k_d, v_n, v_d, scale, first, 
             else:
                 seen = j.to(tl.float32) < tl.cast(stop - start, tl.float32)
             S_block = tl.where(seen, S_block, float("-inf"))
-        V_block = load_rows(V, start, stop, v_n, v_d, Bc, dv, DV, EDGE)  # [Bc, DV]
+        V_block = load_rows(V, start, stop, v_n, v_d, Bc, dv, DV, EDGE, FILL)  # [Bc, DV]
         m, l, O_block = online_softmax_step(m, l, O_block, S_block, V_block, scale)
     return m, l, O_block
 
@@ -103,7 +107,7 @@ def flash_attention_kernel(
         Q, K, V, O, L, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
         scale, Nq, Nk, H, G, row_blocks, blocks,
         d: tl.constexpr, dv: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-        Br: tl.constexpr, Bc: tl.constexpr, CAUSAL: tl.constexpr):
+        Br: tl.constexpr, Bc: tl.constexpr, CAUSAL: tl.constexpr, FILL: tl.constexpr):
     """Attend for the query blocks p, p + programs, ... of program p: m, l and O_block stay on chip.
 
     Q [B, H, Nq, d], K and V [B, H // G, Nk, d or dv] with the strides q_b, q_h, ...; O and L
@@ -114,7 +118,7 @@ def flash_attention_kernel(
         first = (row_blocks - 1 - block % row_blocks) * Br
         head = tl.cast(block // row_blocks, tl.int64)
         b, h = head // H, head % H
-        Q_block = load_rows(Q + b * q_b + h * q_h, first, Nq, q_n, q_d, Br, d, D, True)
+        Q_block = load_rows(Q + b * q_b + h * q_h, first, Nq, q_n, q_d, Br, d, D, True, FILL)
         K_head = K + b * k_b + h // G * k_h
         V_head = V + b * v_b + h // G * v_h
 
@@ -130,10 +134,10 @@ def flash_attention_kernel(
         O_block = tl.zeros([Br, DV], tl.float32)
         m, l, O_block = visit_tiles(m, l, O_block, Q_block, K_head, V_head, k_n, k_d, v_n, v_d,
                                     scale, 0, whole, diagonal, d, dv, D, DV, Br, Bc, CAUSAL,
-                                    False)
+                                    False, FILL)
         m, l, O_block = visit_tiles(m, l, O_block, Q_block, K_head, V_head, k_n, k_d, v_n, v_d,
                                     scale, whole, stop, diagonal, d, dv, D, DV, Br, Bc, CAUSAL,
-                                    True)
+                                    True, FILL)
 
         blind = l == 0  # the row saw no key
         l = tl.where(blind, 1.0, l)
@@ -148,8 +152,9 @@ def flash_attention_kernel(
 INTERPRETED = not isinstance(flash_attention_kernel, triton.runtime.JITFunction)
 
 # (Br, Bc, num_warps, num_stages) by the larger of D and DV, for half types by platform and for
-# float32. `compile_kernel.py` shows that those of Hopper spill nothing, and that those of Ascend,
-# where warps and stages mean nothing, are the best that fit.
+# float32. `chips/compile_kernel.py` shows that those of Hopper spill nothing, and that those of
+# Ascend, where warps and stages mean nothing, are the best that fit with the newest compiler. Where
+# one does not fit, as with older compilers, the SMALLER ones are tried in turn.
 HALF = {
     "hopper": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 16, 8, 2)},
     "cuda": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
@@ -157,6 +162,9 @@ HALF = {
 FLOAT32 = {64: (32, 32, 8, 2), 128: (64, 32, 8, 2), 256: (32, 16, 8, 2)}
 ASCEND = {16: (256, 128), 32: (256, 64), 64: (256, 64), 128: (128, 128), 256: (64, 256)}
 ASCEND_CAUSAL = {16: (256, 64), 32: (256, 64), 64: (128, 64), 128: (128, 64), 256: (64, 128)}
+SMALLER = ((64, 64, 4, 1), (32, 64, 4, 1))
+FILLED = ("npu", "interpreter")  # where what lies outside of Q, K and V is set to 0
+fitting = {}  # (platform, dtype, D, DV, causal): the tile that fitted
 
 
 def padded(d):
@@ -194,7 +202,9 @@ def flash_attention_triton(Q, K, V, *, causal=False, scale=None, return_lse=Fals
     Q [..., Nq, d], K [..., Nk, d], V [..., Nk, dv] -> O [..., Nq, dv] in Q's dtype: float16,
     bfloat16 or float32; d and dv at most 256. Shapes, strides, grouped heads, causal, scale,
     return_lse and errors as in `flash_attention_forward`. Half types multiply P in V's dtype;
-    float32 stays float32, without tf32. tile: (Br, Bc, num_warps, num_stages); None: `tile_of`'s.
+    float32 stays float32, without tf32. NaN or inf in V reaches each query of a tile in which some
+    query sees that key. tile: (Br, Bc, num_warps, num_stages); None: the first of the launcher's
+    that fits.
     Raises ValueError also for a device that Triton can't serve, TypeError for float64.
     """
     visible = Visible(Q, K, V, causal, scale=scale)
@@ -213,29 +223,50 @@ def flash_attention_triton(Q, K, V, *, causal=False, scale=None, return_lse=Fals
         O, L = flash_attention_triton(Q.float(), K.float(), V.float(), causal=causal, scale=scale,
                                       return_lse=True, tile=tile)
         return (O.to(dtype), L) if return_lse else O.to(dtype)
-    platform = platform_of(Q.device)
-    if tile is None:
-        tile = tile_of(platform, dtype, d, dv, causal)
-    Br, Bc, num_warps, num_stages = tile
-
     scale = visible.scale * LOG2_E
     if scale < 1e-37:  # the kernel takes the maximum before it scales: that needs a positive scale
         Q, scale = (-Q, -scale) if scale < -1e-37 else (Q * 0, 1.0)
     O = Q.new_empty(*Q.shape[:-1], dv)
     L = Q.new_empty(Q.shape[:-1], dtype=torch.float32)
+    if L.numel():
+        launch(visible, Q, K, V, O, L, scale, bool(causal), tile)
+    return (O, L) if return_lse else O
+
+
+def launch(visible, Q, K, V, O, L, scale, causal, tile):
+    """Launch the kernel in `tile`, or in the first that fits of those that the launcher knows.
+
+    scale holds the factor log2(e). Raises what the compiler or Triton raises where none fits.
+    """
+    (d, dv), platform = (Q.shape[-1], V.shape[-1]), platform_of(Q.device)
     heads = [batched(x) for x in (Q, K, V)]  # [B, H, N, d]
     if platform == "npu":  # other columns than adjacent ones take more of UB than the tile leaves
         heads = [x if x.stride(-1) == 1 else x.new_empty(x.shape).copy_(x) for x in heads]
-    row_blocks = triton.cdiv(visible.Nq, Br)
-    blocks = row_blocks * L.shape[:-1].numel()
-    if blocks:
-        with current(Q.device):
-            flash_attention_kernel[(min(blocks, programs(Q.device)),)](
-                *heads, O, L, *(stride for x in heads for stride in x.stride()),
-                scale, visible.Nq, visible.Nk, heads[0].shape[1], visible.G, row_blocks, blocks,
-                d, dv, padded(d), padded(dv), Br, Bc, bool(causal),
-                num_warps=num_warps, num_stages=num_stages)
-    return (O, L) if return_lse else O
+    key = platform, Q.dtype, padded(d), padded(dv), causal
+    first = fitting.get(key) or tile_of(platform, Q.dtype, d, dv, causal)
+    tiles = [tile] if tile else list(dict.fromkeys((first, *SMALLER)))
+    for Br, Bc, num_warps, num_stages in tiles:
+        row_blocks = triton.cdiv(visible.Nq, Br)
+        blocks = row_blocks * L.shape[:-1].numel()
+        try:
+            with current(Q.device):
+                flash_attention_kernel[(min(blocks, programs(Q.device)),)](
+                    *heads, O, L, *(stride for x in heads for stride in x.stride()),
+                    scale, visible.Nq, visible.Nk, heads[0].shape[1], visible.G, row_blocks, blocks,
+                    d, dv, padded(d), padded(dv), Br, Bc, causal, platform in FILLED,
+                    num_warps=num_warps, num_stages=num_stages)
+        except Exception as refusal:
+            if not is_too_large(refusal) or (Br, Bc) == tiles[-1][:2]:
+                raise
+            continue
+        if not tile:
+            fitting[key] = Br, Bc, num_warps, num_stages
+        return
+
+
+def is_too_large(refusal):
+    """Whether a chip's compiler says that the tile takes more memory than a core has."""
+    return "overflow" in str(refusal) or type(refusal).__name__ == "OutOfResources"
 
 
 def _check_tile(tile):

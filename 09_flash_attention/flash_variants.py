@@ -9,19 +9,22 @@ visited. So here what hides keys is said with them, and a score_mod changes scor
 """
 
 import math
+import sys
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
+from os.path import dirname, realpath
 from pathlib import Path
 
-from flash_attention import (  # first: finds `common`
-    cli, flash_attention_forward, standard_attention, tiles,
-)
-from cases import cases_of, dtype_name, parser
-from judge import judge
-from common.device import choose, describe
-from common.report import console, plotted, print_table, track, write_json
-from visible import Visible
+sys.path.insert(0, dirname(realpath(__file__)))  # `python -I` leaves it out
+from lab import lesson
+from common import cli
+from common.report import console, plotted, track
+from flash_attention import flash_attention_forward, standard_attention
+from lab.bench import Candidate, VerifyRow, verify
+from lab.show import print_verify
+from lab.visible import Visible
 
 import torch
 import torch.nn.functional as F
@@ -88,8 +91,9 @@ def with_sink(O, L, sink):
 
     O [B, H, N, dv], L [B, H, N], sink [H], learned in gpt-oss. The sum of exp grows from exp(L) to
     exp(L) + exp(sink), so O shrinks by exp(L) / (exp(L) + exp(sink)) = sigmoid(L - sink): the sink
-    needs no tile and no column of its own.
+    needs no tile and no column of its own. A row that sees no key stays 0.
     """
+    L = L.masked_fill(L == -math.inf, torch.finfo(L.dtype).min)  # -inf - -inf would be NaN
     return (O * torch.sigmoid(L - sink[:, None]).unsqueeze(-1)).to(O.dtype)
 
 
@@ -132,7 +136,7 @@ def reference(name, Q, K, V, score_mod=None):
     if flex_attention is None:
         raise cli.Refused(f"flex_attention needs torch 2.5 or later, this is {torch.__version__}")
     heads, N = Q.shape[1:3]
-    Q, K, V = (x.double().cpu() for x in (Q, K, V))
+    Q, K, V = (x.cpu().double() for x in (Q, K, V))  # a card has no float64
     K, V = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (K, V))  # [B, H, N, d or dv]
 
     def sees(b, h, q_idx, kv_idx):
@@ -155,37 +159,38 @@ def reference(name, Q, K, V, score_mod=None):
 
 
 @dataclass
-class VariantRow:
-    """Largest absolute differences, and the share of the tiles that is never visited."""
+class VariantRow(VerifyRow):
+    """A VerifyRow of a variant: what expresses it, and the share of the tiles never visited."""
 
-    name: str
-    expressed: str
-    shape: str
-    dtype: str
-    skipped: float
-    max_diff: float
-    error_flash: float
-    error_standard: float
-    passed: bool
+    expressed: str = ""
+    skipped: float = 0.0
 
 
 def check_variant(name, case, Br=64, Bc=64, *, device="cpu", seed=0):
     """Compare variant `name` with `reference` on a [B, H, N, d] case. Returns a VariantRow."""
     device = torch.device(device)
     Br, Bc = case.tile(Br, Bc, device)
-    Q, K, V = case.inputs(device, seed)
-    heads = Q.shape[1]
+    heads = case.heads
     options = VARIANTS[name](case.Nq, heads, device)
-    flash = flash_attention_forward(Q, K, V, Br, Bc, **options)
-    standard = standard_attention(Q, K, V, **options)
-    if name == "learned sink":
-        sinks = sink_logits(heads, device)
-        flash, standard = with_sink(*flash, sinks), with_sink(*standard, sinks)
-    exact = reference(name, Q, K, V, options.get("score_mod"))
+
+    def call(attend, *inputs):
+        found = attend(*inputs, **options)
+        return with_sink(*found, sink_logits(heads, device)) if name == "learned sink" else found
+
+    def oracle(case, Q, K, V):
+        score_mod = VARIANTS[name](case.Nq, heads, "cpu").get("score_mod")
+        O, terms = (reference(name, Q, K, x, score_mod) for x in (V, V.abs()))
+        # A score's rounding grows with its terms: at most the norms of its query and its key.
+        t = case.d**-0.5 * math.prod(x.cpu().double().norm(dim=-1).max().item() for x in (Q, K))
+        return [(O, (1 + t) * terms)]
+
+    flash = partial(flash_attention_forward, Br=Br, Bc=Bc)
+    [row] = verify(case, [Candidate("standard", partial(call, standard_attention)),
+                          Candidate(name, partial(call, flash))],
+                   device=device, seed=seed, oracle=oracle)
     expressed = " + ".join("L" if key == "return_lse" else key for key in options)
-    skipped = skipped_share(Q, K, V, Br, Bc, options)
-    shown = name, expressed, case.shape, dtype_name(case.dtype), skipped
-    return VariantRow(*shown, *judge(flash, standard, exact))
+    skipped = skipped_share(*case.inputs(device, seed), Br, Bc, options)
+    return VariantRow(**vars(row), expressed=expressed, skipped=skipped)
 
 
 def visible_of(Q, K, V, options):
@@ -241,26 +246,21 @@ def plot(path, N=64, heads=4):
 
 def main():
     names = "device dtype batch heads kv-heads seq-len head-dim br bc seed json plot"
-    options = parser(__doc__.splitlines()[0], *names.split())  # what is seen, each variant says
-    args = options.parse_args()
-    device = choose(args.device)
-    asked = cases_of(args, options, device, lengths=(512,))
-    cases = [replace(case, heads=case.heads or 4) for case in asked]
-    console.print(f"device: {describe(device)}")
-    rows = [check_variant(name, case, args.br, args.bc, device=device, seed=args.seed)
+    options = lesson.parser(__doc__, *names.split())  # what is seen, each variant says
+    options.set_defaults(heads=4)
+    args, device, cases = lesson.begin(options, lengths=(512,))
+    Br, Bc = lesson.tile(args)
+    rows = [check_variant(name, case, Br, Bc, device=device, seed=args.seed)
             for case, name in track("variants", list(product(cases, VARIANTS)))]
-    print_table(
-        f"Variants: largest differences from flex_attention in float64, tiles {tiles(args)}",
-        ["variant", "expressed as", "Q (K V)", "dtype", "flash", "standard", "skipped", "result"],
-        [(r.name, r.expressed, r.shape, r.dtype, f"{r.error_flash:.2e}", f"{r.error_standard:.2e}",
-          f"{r.skipped:.0%}", "pass" if r.passed else "FAIL") for r in rows])
+    shown = [replace(row, skipped=f"{row.skipped:.0%}") for row in rows]
+    print_verify(
+        f"Variants: largest differences, float64 by flex_attention, tiles {lesson.tile_text(args)}",
+        shown, ("name", "expressed", "skipped"))
     console.print("\ntiles visited, 32 queries in 4x4 tiles: # whole, / in part, . never visited\n")
-    console.print("\n".join(drawings()), markup=False)
-    if args.json:
-        write_json(args.json, device, [("variants", row) for row in rows])
+    console.print("\n".join(drawings()))
     if args.plot:
         plot(Path(args.plot) / "masks.png")
-    return 0 if all(row.passed for row in rows) else 1
+    return lesson.finish(args, device, [("variants", row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """How the size of on-chip memory chooses the tile: the kernel compiled for real chips without one.
 
-    bash scripts/compile_910b.sh        the Ascend 910B3, by triton-ascend, in its own environment
-    bash scripts/compile_hopper.sh      Hopper (H100, H200), by Triton
+    bash scripts/compile.sh 910b        the Ascend 910B3, by triton-ascend, in its own environment
+    bash scripts/compile.sh hopper      Hopper (H100, H200), by Triton
 
 The kernel is that of flash_triton.py. For each dtype, head size and tile the table says whether it
-fits and what it takes on the chip. It ends with 1 where a tile of the launcher is not the best that
-fits (910B), or spills (Hopper).
+fits and what it takes on the chip. It ends with 1 where the launcher finds no tile that fits, or its
+first is not the best that the newest compiler takes (910B), or where one spills (Hopper).
 Source of the paper's tile: FlashAttention (arXiv 2205.14135), Algorithm 1, line 1.
 """
 
@@ -22,12 +22,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Optional
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `common`
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the lessons and `lab`
 
+from lab.cases import dtype_name
 from common import cli
 from common.report import console, print_table, track, write_json
-from cases import dtype_name
-from flash_triton import DTYPES, INTERPRETED, flash_attention_kernel, padded, tile_of
+from flash_triton import DTYPES, INTERPRETED, SMALLER, flash_attention_kernel, padded, tile_of
 
 import torch
 
@@ -41,7 +41,7 @@ TRITON_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "
 def source(dtype, d, tile, causal):
     """Return the kernel as Triton compiles it in a launch on contiguous Q, K, V of head size d."""
     constants = dict(d=d, dv=d, D=padded(d), DV=padded(d), Br=tile[0], Bc=tile[1], CAUSAL=causal,
-                     q_d=1, k_d=1, v_d=1)
+                     FILL="ascend" in triton.backends.backends, q_d=1, k_d=1, v_d=1)
     types = {name: f"*{TRITON_DTYPES[dtype]}" for name in "QKVO"}
     types.update(L="*fp32", scale="fp32")
     names = flash_attention_kernel.arg_names
@@ -66,8 +66,12 @@ BITS = {"f16": 16, "bf16": 16, "f32": 32, "i1": 1, "i8": 8, "i16": 16, "i32": 32
 
 @dataclass
 class AscendRow:
-    """Bytes planned in UB, L1 and L0C; where the compiler refuses, the memory and what it asks."""
+    """Bytes planned in UB, L1 and L0C; where the compiler refuses, the memory and what it asks.
 
+    best: the best tile that fits. chosen: the launcher's, the first of its tiles that fits.
+    """
+
+    compiler: str
     dtype: str
     d: int
     causal: bool
@@ -82,54 +86,71 @@ class AscendRow:
     chip: str = ASCEND
 
 
-def ascend_rows(dtypes, sizes):
-    """Compile for the 910B3: an AscendRow for each dtype, head size, causal or not, and tile.
+def ascend_rows(compilers, dtypes, sizes):
+    """Compile for the 910B3: AscendRows for each dtype, head size, and causal or not.
 
-    Raises Refused where triton-ascend or its compiler is missing.
+    By the last compiler in every tile, by the others in the launcher's until one fits.
     """
-    compile_tile = ascend_compiler()
-    rows = []
-    problems = list(itertools.product(dtypes, sizes, (False, True)))
+    rows, problems = [], list(itertools.product(dtypes, sizes, (False, True)))
+    console.print(f"up to {len(problems) * (9 + 3 * len(compilers))} compiles of some 2 s each")
     for dtype, d, causal in track("compile", problems):
-        group = []
-        for tile in ASCEND_TILES:
-            row = AscendRow(dtype_name(dtype), d, causal, *tile,
-                            chosen=tile == tile_of("npu", dtype, d, d, causal)[:2])
-            found = compile_tile(source(dtype, d, tile, causal))
-            if isinstance(found, str):
-                row.refused = found
-            else:
-                row.ub, row.cbuf, row.cc = (found.get(space, 0) for space in ASCEND_BYTES)
-            group.append(row)
-        # K and V are read once for each query block: the largest Br reads least. Then the largest
-        # Bc, the fewest steps. Bc below 64 would leave vector lanes empty: they take 64 float32.
-        best = max((row for row in group if not row.refused), key=lambda row: (row.Br, row.Bc))
-        best.best = True
-        rows += group
+        own = list(dict.fromkeys(
+            tile[:2] for tile in (tile_of("npu", dtype, d, d, causal), *SMALLER)))
+        for compiler in compilers:
+            newest, group = compiler is compilers[-1], []
+            compile_tile = ascend_compiler(compiler)
+            for tile in own + [t for t in ASCEND_TILES if newest and t not in own]:
+                row = AscendRow(release_of(compiler), dtype_name(dtype), d, causal, *tile)
+                found = compile_tile(source(dtype, d, tile, causal))
+                if isinstance(found, str):
+                    row.refused = found
+                else:
+                    row.ub, row.cbuf, row.cc = (found.get(space) for space in ASCEND_BYTES)
+                    row.chosen = tile in own and not any(r.chosen for r in group)
+                group.append(row)
+                if row.chosen and not newest:
+                    break
+            # K and V are read once for each query block: the largest Br reads least. Then the
+            # largest Bc, the fewest steps. Bc below 64 would leave vector lanes empty: they take 64
+            # float32.
+            fits = [row for row in group if not row.refused]
+            if newest and fits:
+                max(fits, key=lambda row: (row.Br, row.Bc)).best = True
+            rows += sorted(group, key=lambda row: (row.Br, row.Bc))
     return rows
 
 
-def ascend_compiler():
+def release_of(compiler):
+    """'1.2.0' of a folder ascendnpu-ir-1.2.0."""
+    return Path(compiler).name.rpartition("-")[2]
+
+
+PATH = os.environ["PATH"]
+
+
+def ascend_compiler(folder):
     """Return compile(source) -> {memory: bytes}, or the compiler's refusal as a string.
 
-    It is triton-ascend's own way to the last step: hivmc, which is part of CANN, is not there. What
-    stands in for a card is the answer to its name.
+    Before 1.2.0 a compiler keeps its plan to itself: {}.
+
+    folder: holds the package ascendnpuir. It is triton-ascend's own way to the last step: hivmc,
+    which is part of CANN, is not there. What stands in for a card is the answer to its name. Raises
+    Refused where triton-ascend or the compiler is missing.
     """
-    try:
-        import ascendnpuir
-        import triton.backends.ascend  # noqa: F401
-    except ImportError as missing:
-        raise cli.Refused(f"it needs triton-ascend and ascendnpu-ir ({missing}): "
-                          "bash scripts/compile_910b.sh installs them") from None
-    os.environ["PATH"] = f"{Path(ascendnpuir.__file__).parent / 'bin'}:{os.environ['PATH']}"
-    os.environ.update(TRITON_ASCEND_ARCH=ASCEND, TRITON_ALWAYS_COMPILE="1")
+    binaries = Path(folder).resolve() / "ascendnpuir" / "bin"
+    if "ascend" not in triton.backends.backends or not binaries.is_dir():
+        raise cli.Refused(f"it needs triton-ascend and ascendnpu-ir in {folder}: "
+                          "bash scripts/compile.sh 910b installs them")
+    os.environ.update(TRITON_ASCEND_ARCH=ASCEND, TRITON_ALWAYS_COMPILE="1",
+                      PATH=f"{binaries}:{PATH}")
     # The backend's own globals: Triton loads a second copy of the module beside the imported one.
     backend = triton.backends.backends["ascend"].compiler.add_stages.__globals__
     backend["NPUUtils"] = lambda: SimpleNamespace(get_arch=lambda: ASCEND)
-    seen = {}
+    said = subprocess.run([binaries / "bishengir-compile", "--help-hidden"], capture_output=True)
+    keeps, seen = b"save-temps" in said.stdout, {}
 
     def run_and_keep(command, **options):
-        if Path(command[0]).name == "bishengir-compile":
+        if Path(command[0]).name == "bishengir-compile" and keeps:
             command = [*command, f"--save-temps={seen['folder']}"]
         for _ in range(3):  # both compilers crash now and then, on inputs that they take next time
             done = subprocess.run(command, **{**options, "check": False})
@@ -148,9 +169,9 @@ def ascend_compiler():
             try:
                 triton.compile(source, target=GPUTarget("npu", ASCEND, 0))
             except Exception as stopped:
-                if "External hivmc run fails" not in seen["said"]:
+                if "overflow" in seen["said"] or "Cannot find hivmc" not in seen["said"]:
                     return refusal(seen["said"] or str(stopped))
-            return planned_bytes(Path(folder, "module.hivm.opt.mlir").read_text())
+            return planned_bytes(Path(folder, "module.hivm.opt.mlir").read_text()) if keeps else {}
 
     return compile_source
 
@@ -175,23 +196,27 @@ def planned_bytes(module):
     return plan
 
 
-def show_ascend(dtypes, sizes):
-    rows = ascend_rows(dtypes, sizes)
+def show_ascend(args, dtypes):
+    rows = ascend_rows(args.compilers, dtypes, args.head_dim)
     cells = []
     for r in rows:
         used = [f"{n} ({n / room:.0%})" if n is not None else "-" for n, room in
                 zip((r.ub, r.cbuf, r.cc), ASCEND_BYTES.values())]
         verdict = r.refused or "fits" + ", best" * r.best
-        cells.append((r.dtype, r.d, r.causal, f"{r.Br}x{r.Bc}", *used,
+        cells.append((r.dtype, r.d, r.causal, r.compiler, f"{r.Br}x{r.Bc}", *used,
                       verdict + ", launcher's" * r.chosen))
     print_table(f"Compiled for {ASCEND}: bytes of a core's UB, L1 and L0C",
-                ["dtype", "d", "causal", "Br x Bc", "UB", "L1", "L0C", ""], cells)
-    print_paper_tile("UB", ASCEND_BYTES["ub"], sizes)
+                ["dtype", "d", "causal", "compiler", "Br x Bc", "UB", "L1", "L0C", ""], cells)
+    print_paper_tile("UB", ASCEND_BYTES["ub"], args.head_dim)
     console.print(
-        f"compiled and planned by the real compiler (triton-ascend {version('triton-ascend')}, "
-        f"ascendnpu-ir {version('ascendnpu-ir')}); not linked by CANN's hivmc and not run on a "
-        "card, so nothing here speaks of time or of results.")
-    return rows, all(r.best for r in rows if r.chosen)
+        f"compiled and planned by the real compilers (triton-ascend {version('triton-ascend')}, "
+        f"ascendnpu-ir {', '.join(map(release_of, args.compilers))}); not linked by CANN's hivmc "
+        "and not run on a card, so nothing here speaks of time or of results.")
+    newest = release_of(args.compilers[-1])
+    problems = {(r.compiler, r.dtype, r.d, r.causal): False for r in rows}
+    problems.update({(r.compiler, r.dtype, r.d, r.causal): r.best or r.compiler != newest
+                     for r in rows if r.chosen})
+    return rows, all(problems.values())
 
 
 # Hopper
@@ -230,7 +255,7 @@ def hopper_rows(dtypes, sizes):
     found = tuple(map(int, triton.__version__.split(".")[:2]))
     if "nvidia" not in triton.backends.backends or found < (3, 3):
         raise cli.Refused(f"it needs Triton 3.3 or newer for CUDA, found {triton.__version__}: "
-                          "bash scripts/compile_hopper.sh installs it")
+                          "bash scripts/compile.sh hopper installs it")
     rows = []
     problems = list(itertools.product(dtypes, sizes, (False, True)))
     for dtype, d, causal in track("compile", problems):
@@ -259,8 +284,8 @@ def compile_hopper(dtype, d, tile, causal):
     return registers, spilled, kernel.metadata.shared, code.count("HGMMA"), tf32
 
 
-def show_hopper(dtypes, sizes):
-    rows = hopper_rows(dtypes, sizes)
+def show_hopper(args, dtypes):
+    rows = hopper_rows(dtypes, args.head_dim)
     print_table(
         "Compiled for Hopper (sm_90): registers and spills of a thread, shared memory of a block",
         ["dtype", "d", "causal", "Br x Bc", "warps", "stages", "registers", "spilled bytes",
@@ -270,7 +295,7 @@ def show_hopper(dtypes, sizes):
           "yes" if r.tf32 else "no",
           "launcher's" if r.chosen else "too much" if r.shared > HOPPER_SHARED else "")
          for r in rows])
-    print_paper_tile("shared memory", HOPPER_SHARED, sizes)
+    print_paper_tile("shared memory", HOPPER_SHARED, args.head_dim)
     console.print(f"compiled to a cubin by Triton {version('triton')} and its own ptxas; not run.")
     return rows, not any(r.tf32 or r.chosen and r.spilled for r in rows)
 
@@ -283,21 +308,24 @@ def print_paper_tile(memory, room, sizes):
 
 
 def main():
-    options = cli.Parser(description=__doc__.splitlines()[0])
+    options = cli.Parser(description=__doc__)
     options.add_argument("chip", choices=["910b", "hopper"])
     options.add_argument("--dtype", nargs="+", default=[*map(dtype_name, DTYPES)],
                          choices=[*map(dtype_name, DTYPES)], help="one or more (all)")
     options.add_argument("--head-dim", nargs="+", type=cli.whole_number(1, 256), metavar="d",
                          default=[64, 128, 256], help="one or more (64 128 256)")
+    options.add_argument("--compilers", nargs="+", metavar="DIR", default=["ascendnpu-ir"],
+                         help="910b: folders that hold the package ascendnpuir, the newest last")
     options.add_argument("--json", type=cli.file_to_write, metavar="FILE",
                          help="write the rows there as well")
     args = options.parse_args()
     if INTERPRETED:
         raise cli.Refused("TRITON_INTERPRET is set, and the interpreter does not compile: unset it")
     show = show_ascend if args.chip == "910b" else show_hopper
-    rows, held = show([getattr(torch, name) for name in args.dtype], args.head_dim)
+    rows, held = show(args, [getattr(torch, name) for name in args.dtype])
     if not held:
-        console.print("NOT HELD: a tile of the launcher is not the best that fits, or spills")
+        console.print("NOT HELD: a problem has no tile that fits, the launcher's first is not the "
+                      "best, or a tile of it spills")
     if args.json:
         write_json(args.json, torch.device("cpu"), [("compile", row) for row in rows])
     return 0 if held else 1

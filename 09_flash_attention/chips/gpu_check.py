@@ -18,20 +18,21 @@ from functools import partial
 from pathlib import Path
 from typing import Optional
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `common`
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the lessons and `lab`
 
+from lab.bench import Candidate, verify as verify_candidates
 from common import cli
 from common.device import choose, describe, free_bytes
 from common.memory import measure_peak
 from common.report import (
     console, logarithmic, mib, plotted, print_table, track, whole_file, write_json)
 from common.timing import ratio, square_matmul, time_in_turn
-from cases import Case
 from compile_kernel import HOPPER_TILES
-from flash_attention import kept_flop, verify_row
+from flash_attention import standard_attention
 from flash_triton import DTYPES, flash_attention_triton, platform_of, tile_of
-from judge import assert_agree
-from show import print_verify
+from lab.cases import Case
+from lab.judge import assert_agree
+from lab.show import print_verify
 
 import torch
 import torch.nn.functional as F
@@ -55,10 +56,11 @@ SPEED_CASES = [Case(N, batch=TOKENS // N, heads=WIDTH // d, d=d, dtype=torch.bfl
 def verify(case, device):
     """Verify the kernel on a case, and with d=64 on other strides too: VerifyRows."""
     attend = partial(flash_attention_triton, causal=case.causal)
-    rows = [verify_row("triton", case, attend, device, seed=0)]
+    candidates = [Candidate("standard", partial(standard_attention, causal=case.causal)),
+                  Candidate("triton", attend)]
     if case.d == 64:
-        rows.append(verify_row("triton", case, partial(on_transposed, attend), device, seed=0))
-    return rows
+        candidates.append(Candidate("triton, strided", partial(on_transposed, attend)))
+    return verify_candidates(case, candidates, device=device)
 
 
 def on_transposed(attend, *inputs):
@@ -121,7 +123,7 @@ def compare_backends(case, device, matmul_size=8192):
                          why=refusals.get(name, ""))
         if name in calls:
             row.seconds = statistics.median(seconds[name]) / IN_A_ROW
-            rate = kept_flop(case) / row.seconds
+            rate = case.flop / row.seconds
             row.tflops, row.matmul_share, row.peak_bytes = (
                 rate / 1e12, rate / matmul_rate, peaks[name])
             row.ratio_to_triton, (row.ratio_low, row.ratio_high) = ratio(
@@ -209,7 +211,7 @@ def compare_tiles(case, device):
 
 
 def main():
-    options = cli.Parser(description=__doc__.splitlines()[0])
+    options = cli.Parser(description=__doc__)
     options.add_argument("--device", default="auto", help="auto or cuda[:i] (auto)")
     options.add_argument("--folder", type=cli.folder_to_write, default="results/gpu_check",
                          help="where the files go (results/gpu_check)")
@@ -225,10 +227,10 @@ def main():
         if time.perf_counter() < end - SECONDS / 2:
             checked += verify(case, device)
     failed = [row for row in checked if not row.passed]
-    largest = [max((row for row in checked if row.dtype == dtype), key=lambda r: r.error_flash)
+    largest = [max((r for r in checked if r.dtype == dtype), key=lambda r: r.error_flash or 0)
                for dtype in dict.fromkeys(row.dtype for row in checked)]
     print_verify(f"Verify: {len(failed)} of {len(checked)} fail; the largest errors",
-                 "triton", failed + largest)
+                 failed + largest)
     write_json(folder / "verify.json", device, [("verify", row) for row in checked])
 
     rows, tiles = [], []

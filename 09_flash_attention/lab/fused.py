@@ -1,13 +1,12 @@
-"""The fused kernels that the tiled loop is compared with: the platform's own, and Triton's."""
+"""The platform's own fused kernel, which the tiled loop is compared with."""
 
-import os
-from functools import cache, partial
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 
 from common.device import torch_npu
-from visible import Visible, batched
+from lab.visible import Visible, batched
 
 
 def fused_attention(Q, K, V, *, causal=False, window=None, scale=None):
@@ -50,21 +49,3 @@ def _on_npu(visible, Q, K, V):
 @cache
 def _upper_triangle(device):
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
-
-
-def triton_attention(case, device):
-    """Return attend(Q, K, V) of flash_triton.py and None, or None and why it can't run the case.
-
-    On a CPU it has to be asked for, by TRITON_INTERPRET=1 in the environment: else both are None.
-    """
-    if device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
-        return None, None
-    try:
-        import flash_triton  # not at the top: Triton is not everywhere
-    except ImportError as missing:
-        return None, str(missing)
-    why_not = flash_triton.unserved(device)
-    if case.window or case.dtype not in flash_triton.DTYPES or case.d > flash_triton.MOST_COLUMNS:
-        why_not = why_not or "the kernel takes no float64, no window and no head size above 256"
-    attend = partial(flash_triton.flash_attention_triton, causal=case.causal)
-    return (None, why_not) if why_not else (attend, None)

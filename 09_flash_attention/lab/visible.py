@@ -10,6 +10,7 @@ Causal, 8 queries and keys in 2 x 2 tiles (`flash_attention.py --mode trace --ca
 
 import math
 import numbers
+from functools import partial
 
 import torch
 
@@ -59,6 +60,13 @@ class Visible:
         """Whether a query may be kept from a key at all."""
         everything = self.sees_all(slice(0, self.Nq), slice(0, self.Nk))
         return not everything or self.attn_mask is not None or self.score_mod is not None
+
+    @property
+    def blinds(self):
+        """Whether a query may be kept from every key."""
+        first, last = self.q_start + self.right, self.q_start + self.Nq - 1 - self.left
+        seen = self.attn_mask is None and self.score_mod is None
+        return not (seen and self.Nk and first >= 0 and last < self.Nk)
 
     def grouped(self, x):
         """View x [..., Hq or 1, N, ?] as [..., Hkv or 1, G or 1, N, ?]; without heads G is 1."""
@@ -114,20 +122,45 @@ class Visible:
 
     # The tiles themselves
 
-    def row_block(self, x, rows, scale=None):
-        """Return rows of Q, O or their like in the dtype of the scores, [X, G*Br, ?], scaled."""
+    def row_block(self, x, rows):
+        """Return rows of Q, O or their like in the dtype of the scores, [X, G*Br, ?]."""
         block = self.grouped(x)[..., rows, :].to(self.dtype)  # [..., Hkv, G, Br, ?]
-        block = block if scale is None else block * scale
         return block.reshape(self.X, self.G * (rows.stop - rows.start), x.shape[-1])
 
     def key_block(self, x, cols):
         """Return the rows `cols` of K or V in the dtype of the scores, [X, Bc, d]."""
         return x[..., cols, :].to(self.dtype).reshape(self.X, cols.stop - cols.start, x.shape[-1])
 
-    def store(self, target, rows, block):
-        """Write block [X, G*Br, ?] to the rows of target [..., Nq, ?]."""
-        shape = (*self.lead, self.G, rows.stop - rows.start, block.shape[-1])
-        self.grouped(target)[..., rows, :] = block.view(shape)
+    def store(self, wholes, rows, blocks):
+        """Write each block [X, G*Br, ?] to the rows of its whole [..., Nq, ?]."""
+        for whole, block in zip(wholes, blocks):
+            shape = (*self.lead, self.G, rows.stop - rows.start, block.shape[-1])
+            self.grouped(whole)[..., rows, :] = block.view(shape)
+
+    def start(self, V, rows):
+        """Return m, l [X, G*Br, 1] and O_block [X, G*Br, dv] as they stand before the first tile.
+
+        m is the lowest finite number and not -inf: where a tile hides a whole row, correction is
+        then exp(0) = 1 and P_block exp(-inf) = 0, while -inf - -inf would be NaN.
+        """
+        shape = (self.X, self.G * (rows.stop - rows.start))
+        m = V.new_full((*shape, 1), torch.finfo(self.dtype).min, dtype=self.dtype)
+        return m, torch.zeros_like(m), m.new_zeros(*shape, V.shape[-1])
+
+    def score_blocks(self, Q, K, V, rows, Bc, scratch):
+        """Yield cols, S_block [X, G*Br, Bc], V_block [X, Bc, dv] of each tile that `rows` visits.
+
+        scratch [X * G*Br * Bc]: every S_block is written there.
+        """
+        Q_block = self.row_block(Q, rows)  # [X, G*Br, d]
+        for cols in self.key_blocks(rows, Bc):
+            K_block, V_block = self.key_block(K, cols), self.key_block(V, cols)  # [X, Bc, ...]
+            shape = (*Q_block.shape[:2], K_block.shape[1])
+            S_block = scratch[: math.prod(shape)].view(shape)
+            torch.bmm(Q_block, K_block.transpose(1, 2), out=S_block).mul_(self.scale)
+            S_block, V_block = self.restrict(S_block, V_block, rows, cols)
+            refuse_gradients(score_mod=S_block)
+            yield cols, S_block, V_block
 
     def restrict(self, S_block, V_block, rows, cols):
         """Apply score_mod, attn_mask, causal and window to S_block [X, G*Br, Bc], overwriting it.
@@ -136,7 +169,7 @@ class Visible:
         zeros: a weight of 0 does not hide the NaN of an unused key, since 0 * NaN is NaN.
         """
         if self.score_mod is None and self.attn_mask is None:
-            return self._hide_band(S_block, rows, cols), V_block  # each key is seen by a query
+            return self._hide_band(S_block, rows, cols), V_block
         Br, Bc = rows.stop - rows.start, cols.stop - cols.start
         S = S_block.view(*self.lead, self.G, Br, Bc)  # [..., Hkv, G, Br, Bc]
         if self.score_mod is not None:
@@ -150,23 +183,38 @@ class Visible:
                 S = S.add_(bias)
             S = S.masked_fill_(~seen, -math.inf)
         S_block = self._hide_band(S.view(S_block.shape), rows, cols)
+        return S_block, self.seen_keys(V_block, S_block)
+
+    def seen_keys(self, block, S_block):
+        """Return a tile's K_block or V_block with zeros for keys that no query of it sees."""
+        if self.score_mod is None and self.attn_mask is None:
+            return block  # each key is seen by a query
         unseen = (S_block == -math.inf).all(-2)  # [X, Bc]
-        return S_block, V_block.masked_fill(unseen.unsqueeze(-1), 0)
+        return block.masked_fill(unseen.unsqueeze(-1), 0)
+
+    def blind_rows(self, S):
+        """Return which rows of S [X, G*Nq, Nk] see no key, [X, G*Nq, 1], or None where all see one.
+
+        The softmax of such a row of only -inf is NaN, and so is its gradient: `fill` S with 0 there
+        before it, and O with 0 and L with -inf after it.
+        """
+        return (S == -math.inf).all(-1, keepdim=True) if self.blinds else None
+
+    def rounded(self, x, dtype):
+        """Return x rounded to dtype; on a CPU as `self.dtype`, in which it multiplies."""
+        return x.to(dtype).to(self.dtype if x.device.type == "cpu" else dtype)
 
     def _hide_band(self, S_block, rows, cols):
         if self.sees_all(rows, cols):
             return S_block
         first = self.q_start + rows.start - cols.start  # row 0 of the tile stands at this column
         shape = (rows.stop - rows.start, cols.stop - cols.start)
-        S = S_block.view(self.X, self.G, *shape)
-        # 0 where hidden, were it NaN before; in place unless autograd would keep copies for that.
-        tril, triu = (torch.tril, torch.triu) if S.requires_grad else (
-            torch.Tensor.tril_, torch.Tensor.triu_)
-        S = triu(tril(S, first + self.right), first - self.left)
-        hidden = S_block.new_full(shape, -math.inf).triu_(first + self.right + 1)  # 0 where seen
+        ones = partial(torch.ones, shape, dtype=torch.bool, device=S_block.device)
+        hidden = ones().triu_(first + self.right + 1)  # [Br, Bc]
         if cols.start < self.q_start + rows.stop - 1 - self.left:
-            hidden += S_block.new_full(shape, -math.inf).tril_(first - self.left - 1)
-        return S.add_(hidden).view(S_block.shape)
+            hidden |= ones().tril_(first - self.left - 1)
+        S = S_block.view(self.X, self.G, *shape)
+        return S.masked_fill_(hidden, -math.inf).view(S_block.shape)
 
     def _mask_tile(self, rows, cols):
         """Return attn_mask's tile: what it adds, or None, and what it keeps [..., Br|1, Bc|1]."""
@@ -182,6 +230,11 @@ def refuse_gradients(**inputs):
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} wants a gradient, got requires_grad=True: this is the "
                              "forward alone, call it under torch.no_grad()")
+
+
+def fill(x, where, value):
+    """Return x with `value` where `where` says, a mask or None."""
+    return x if where is None else x.masked_fill(where, value)
 
 
 def batched(x):

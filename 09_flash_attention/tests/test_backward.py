@@ -8,12 +8,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import flash_attention as forward
 import flash_backward
 import pytest
 import torch
-from cases import Case
 from common.memory import measure_peak
+from common.timing import Rounds
 from flash_attention import flash_attention_forward, standard_attention
 from flash_backward import (
     benchmark_speed,
@@ -23,6 +22,8 @@ from flash_backward import (
     profile_memory,
 )
 from hypothesis import given, settings
+from lab import bench
+from lab.cases import Case
 from test_forward import inputs, problems
 
 CPU = torch.device("cpu")
@@ -299,9 +300,9 @@ def saved_bytes(attend, Q, K, V):
     return sum(size for place, size in kept.items() if place not in own)
 
 
-def test_the_forward_keeps_O_and_L_alone():
+def test_the_forward_keeps_O_m_and_l_alone():
     Q, K, V = (x.requires_grad_() for x in inputs(256, lead=(1,), d=64, dtype=torch.float32))
-    assert saved_bytes(flash_attention, Q, K, V) == 256 * (64 + 1) * 4
+    assert saved_bytes(flash_attention, Q, K, V) == 256 * (64 + 2) * 4
 
 
 def test_memory_of_a_training_step_grows_with_N_and_not_with_its_square():
@@ -327,7 +328,7 @@ def test_memory_of_a_training_step_grows_with_N_and_not_with_its_square():
 def test_the_formulas_are_what_is_measured(case):
     standard, flash = profile_memory([case], 64, 64)
     assert standard.peak_bytes == standard.theory_bytes + 8  # the number that holds the scale
-    assert flash.peak_bytes == flash.theory_bytes
+    assert 0 <= flash.peak_bytes - flash.theory_bytes <= 12  # and that of log2(e)
 
 
 @pytest.mark.parametrize("case", [Case(512, dtype=torch.bfloat16), Case(512, window=(50, 0))])
@@ -368,7 +369,7 @@ def test_verify_passes_and_notices_a_wrong_gradient(monkeypatch):
 
 def test_flops_are_three_and_a_half_times_those_of_the_forward(monkeypatch):
     monkeypatch.setattr(
-        forward, "time_in_turn", lambda calls, device: {name: [2.0] * 3 for name in calls}
+        bench, "time_in_turn", lambda calls, device: Rounds((name, [2.0] * 3) for name in calls)
     )
     for case, pairs in ((Case(64, batch=2), 2 * 64 * 64), (Case(64, causal=True), 64 * 65 / 2)):
         for row in benchmark_speed([case], 32, 32):
@@ -377,13 +378,11 @@ def test_flops_are_three_and_a_half_times_those_of_the_forward(monkeypatch):
 
 
 def quick(monkeypatch):
-    in_turn = partial(forward.time_in_turn, budget=0)
-    monkeypatch.setattr(forward, "time_in_turn", in_turn)
+    monkeypatch.setattr(bench, "time_in_turn", partial(bench.time_in_turn, budget=0))
 
 
 def test_what_has_no_room_is_not_run(monkeypatch):
-    monkeypatch.setattr(forward, "free_bytes", lambda device: 3 * 2**20)  # events take room too
-    monkeypatch.setattr(flash_backward, "free_bytes", lambda device: 10**6)
+    monkeypatch.setattr(bench, "free_bytes", lambda device: 2 * 2**20)
     quick(monkeypatch)
     standard, flash = profile_memory([Case(512)], 256, 256)
     assert standard.peak_bytes is None and flash.peak_bytes

@@ -46,19 +46,20 @@ def test_a_refusal_keeps_the_compilers_own_figure():
 
 
 def show_910b(monkeypatch, capsys, compiled):
-    """Run `compile_kernel.py 910b`; its compiler answers compiled(dtype, d, tile, causal)."""
+    """Run `compile_kernel.py 910b`; compiled(dtype, d, tile, causal, folder) is its compiler."""
     monkeypatch.setattr(compile_kernel, "INTERPRETED", False)
     monkeypatch.setattr(compile_kernel, "version", lambda package: "3.2.0")
     monkeypatch.setattr(compile_kernel, "source", lambda *arguments: arguments)
-    monkeypatch.setattr(compile_kernel, "ascend_compiler", lambda: lambda source: compiled(*source))
+    monkeypatch.setattr(compile_kernel, "ascend_compiler",
+                        lambda folder: lambda source: compiled(*source, folder))
     monkeypatch.setattr(sys, "argv", ["compile_kernel.py", "910b", "--head-dim", "64",
-                                      "--dtype", "float16"])
+                                      "--dtype", "float16", "--compilers", "npu-1.0", "npu-1.2"])
     return compile_kernel.main(), capsys.readouterr().out
 
 
 def test_the_table_for_ascend_shows_bytes_shares_and_refusals(monkeypatch, capsys):
-    def compiled(dtype, d, tile, causal):
-        if tile[0] * tile[1] > 8192 + 8192 * (not causal):
+    def compiled(dtype, d, tile, causal, folder):
+        if tile[0] * tile[1] > (8192 + 8192 * (not causal) if "1.2" in folder else 4096):
             return "ub overflow: 198720 bytes, 101%"
         return {"ub": 98304, "cbuf": 131072, "cc": 65536}
 
@@ -67,8 +68,17 @@ def test_the_table_for_ascend_shows_bytes_shares_and_refusals(monkeypatch, capsy
     assert "98304 (50%) | 131072 (25%) | 65536 (50%)" in " ".join(out.split())
     assert "ub overflow: 198720 bytes, 101%" in out and "not run on a card" in out
     assert "64x192 at d=64" in out
-    [full, causal] = [line for line in out.splitlines() if "best, launcher's" in line]
-    assert "256x64" in full and "128x64" in causal
+    chosen = [[cell.strip() for cell in line.split("|")][3:6] for line in out.splitlines()
+              if "launcher's |" in line]
+    assert chosen == [["False", "1.0", "64x64"], ["False", "1.2", "256x64"],
+                      ["True", "1.0", "64x64"], ["True", "1.2", "128x64"]]
+
+
+def test_no_tile_that_fits_an_old_compiler_ends_with_1(monkeypatch, capsys):
+    code, out = show_910b(monkeypatch, capsys, lambda dtype, d, tile, causal, folder: (
+        "ub overflow: 198720 bytes, 101%" if "1.0" in folder or tile[0] * tile[1] > 8192 else
+        {"ub": 1, "cbuf": 1, "cc": 1}))
+    assert code == 1 and "NOT HELD" in out
 
 
 def test_a_tile_of_the_launcher_that_is_not_the_best_ends_with_1(monkeypatch, capsys):
@@ -80,7 +90,7 @@ def test_without_triton_ascend_one_line_says_which_script_installs_it():
     done = subprocess.run([sys.executable, FOLDER / "compile_kernel.py", "910b"], text=True,
                           capture_output=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "scripts/compile_910b.sh" in done.stderr
+    assert "scripts/compile.sh 910b" in done.stderr
 
 
 HOPPER = """
@@ -112,11 +122,12 @@ def test_the_tiles_for_hopper_do_not_hold_where_one_of_the_launcher_spills(monke
     spilling = chosen
     monkeypatch.setattr(compile_kernel, "compile_hopper", lambda dtype, d, tile, causal: (
         254, 8 if tile == spilling else 0, 131072, 24, False))
-    rows, held = compile_kernel.show_hopper([torch.bfloat16], [128])
+    args = SimpleNamespace(head_dim=[128])
+    rows, held = compile_kernel.show_hopper(args, [torch.bfloat16])
     assert not held and len(rows) == 2 * len(compile_kernel.HOPPER_TILES[2])
     assert "131072 (56%)" in capsys.readouterr().out
     spilling = "another"
-    assert compile_kernel.show_hopper([torch.bfloat16], [128])[1]
+    assert compile_kernel.show_hopper(args, [torch.bfloat16])[1]
 
 
 # gpu_check.py, whose parts run anywhere

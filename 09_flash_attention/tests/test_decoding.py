@@ -1,4 +1,4 @@
-"""The KV cache, split keys, and the merge of parts by their L."""
+"""The KV cache, split keys, and the merge of parts by their m and l."""
 
 import math
 
@@ -28,26 +28,25 @@ def close(actual, expected):
 
 @st.composite
 def parts_of_keys(draw, count):
-    """O_parts and L_parts of `count` random parts, some of whose rows saw no key."""
+    """O_parts, m_parts and l_parts of `count` random parts, some of whose rows saw no key."""
     rows, dv = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     O = torch.randn(count, rows, dv, generator=generator, dtype=torch.float64)
-    L = torch.randn(count, rows, generator=generator, dtype=torch.float64)
-    L = L * draw(st.sampled_from([1.0, 30.0, 1000.0]))
+    m = torch.randn(count, rows, generator=generator, dtype=torch.float64)
+    m = m * draw(st.sampled_from([1.0, 30.0, 1000.0]))
+    l = 1 + torch.rand(count, rows, generator=generator, dtype=torch.float64)
     empty = torch.tensor(
         draw(st.lists(st.booleans(), min_size=count * rows, max_size=count * rows))
-    )
-    empty = empty.view(count, rows)
-    return O.masked_fill(empty.unsqueeze(-1), 0), L.masked_fill(empty, -math.inf)
+    ).view(count, rows)
+    return O.masked_fill(empty.unsqueeze(-1), 0), m, l.masked_fill(empty, 0)
 
 
 def pick(parts, *which):
-    O, L = parts
-    return O[list(which)], L[list(which)]
+    return [x[list(which)] for x in parts]
 
 
-def one(O, L):
-    return O.unsqueeze(0), L.unsqueeze(0)
+def one(*parts):
+    return [x.unsqueeze(0) for x in parts]
 
 
 def both(a, b):
@@ -55,7 +54,8 @@ def both(a, b):
 
 
 def same(a, b):
-    for x, y in zip(a, b):
+    """Hold O and L = m + log(l) of both: m of a row that saw no key is anything."""
+    for x, y in zip((a[0], a[1] + a[2].log()), (b[0], b[1] + b[2].log())):
         assert not x.isnan().any() and not y.isnan().any()
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
@@ -74,16 +74,18 @@ def test_merge_is_commutative_and_associative(parts):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(parts_of_keys(2))
 def test_an_empty_part_changes_nothing(parts):
-    O, L = parts
-    empty = torch.zeros_like(O[:1]), torch.full_like(L[:1], -math.inf)
-    same(merge(*both(parts, empty)), merge(*parts))
-    same(merge(*both(empty, pick(parts, 0))), (O[0], L[0]))
+    O, m, l = parts
+    for its_m in (-1e300, 0, 1e300):
+        empty = torch.zeros_like(O[:1]), torch.full_like(m[:1], its_m), torch.zeros_like(l[:1])
+        same(merge(*both(parts, empty)), merge(*parts))
+        same(merge(*both(empty, pick(parts, 0))), (O[0], m[0], l[0]))
 
 
-def test_two_empty_parts_and_no_part_at_all_give_zeros_and_minus_infinity():
+def test_two_empty_parts_and_no_part_at_all_give_zeros():
     for P in (0, 1, 2):
-        O, L = merge(torch.zeros(P, 3, 4), torch.full((P, 3), -math.inf))
-        assert torch.equal(O, torch.zeros(3, 4)) and torch.equal(L, torch.full((3,), -math.inf))
+        O, m, l = merge(torch.zeros(P, 3, 4), torch.zeros(P, 3), torch.zeros(P, 3))
+        assert torch.equal(O, torch.zeros(3, 4)) and torch.equal(l, torch.zeros(3))
+        assert (m + l.log() == -math.inf).all()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -92,13 +94,13 @@ def test_parts_of_any_sizes_merge_to_what_one_pass_gives(sizes, causal, seed):
     Q, K, V = inputs(3, sum(sizes), seed=seed)
     parts, start = [], sum(sizes) - 3
     for K_part, V_part in zip(K.split(sizes, dim=-2), V.split(sizes, dim=-2)):
-        options = {"causal": causal, "q_start": start, "return_lse": True}
+        options = {"causal": causal, "q_start": start, "return_m_l": True}
         parts.append(flash_attention_forward(Q, K_part, V_part, 2, 2, **options))
         start -= K_part.shape[-2]
-    O, L = merge(*(torch.stack(x) for x in zip(*parts)))
+    O, m, l = merge(*(torch.stack(x) for x in zip(*parts)))
     expected_O, expected_L = oracle(Q, K, V, causal=causal)
     close(O, expected_O)
-    close(L, expected_L)
+    close(m + l.log(), expected_L)
 
 
 def test_large_scores_merge_to_what_one_pass_gives():
@@ -107,25 +109,38 @@ def test_large_scores_merge_to_what_one_pass_gives():
         torch.testing.assert_close(split_kv_attention(Q, K, V, splits), torch.ones(1, 1, 128))
 
 
-def test_merge_keeps_the_dtype_of_o_and_weighs_in_that_of_l():
+def test_ties_of_scores_of_millions_split_evenly():
+    """L = m + log(l) is m there in float32, and parts of 1, 2 and 3 keys would weigh the same."""
+    Q, K = torch.full((1, 1, 4), 1000.0), torch.full((1, 6, 4), 4000.0)
+    V = torch.arange(6.0).view(1, 6, 1)
+    for splits in (1, 2, 4, 6):
+        assert split_kv_attention(Q, K, V, splits).item() == pytest.approx(2.5, abs=1e-6)
+
+
+def test_merge_keeps_the_dtype_of_o_and_weighs_in_that_of_m_and_l():
     O = torch.tensor([[[1.0]], [[3.0]]], dtype=torch.float16)
-    merged, L = merge(O, torch.tensor([[20.0], [20.0]]))
+    merged, m, l = merge(O, torch.tensor([[20.0], [20.0]]), torch.ones(2, 1))
     assert merged.dtype == torch.float16 and merged.item() == 2
-    assert L.dtype == torch.float32 and L.item() == pytest.approx(20 + math.log(2))
+    assert m.dtype == torch.float32 and (m.item(), l.item()) == (20, 2)
 
 
 @pytest.mark.parametrize(
-    "O_parts, L_parts, error, words",
+    "O_parts, m_parts, l_parts, error, words",
     [
-        (torch.zeros(2, 3, 4), torch.zeros(2, 4), ValueError, ["(2, 3, 4)", "(2, 4)"]),
-        (torch.zeros(2, 4), torch.zeros(2), ValueError, ["O_parts", "(2, 4)"]),
-        (torch.zeros(2, 3, 4).long(), torch.zeros(2, 3), TypeError, ["O_parts", "int64"]),
-        (torch.zeros(2, 3, 4), torch.zeros(2, 3).bool(), TypeError, ["L_parts", "bool"]),
+        (torch.zeros(2, 3, 4), torch.zeros(2, 4), torch.zeros(2, 4), ValueError,
+         ["(2, 3, 4)", "(2, 4)"]),
+        (torch.zeros(2, 3, 4), torch.zeros(2, 3), torch.zeros(2), ValueError, ["(2,)"]),
+        (torch.zeros(2, 4), torch.zeros(2), torch.zeros(2), ValueError, ["O_parts", "(2, 4)"]),
+        (torch.zeros(2, 3, 4).long(), torch.zeros(2, 3), torch.zeros(2, 3), TypeError,
+         ["O_parts", "int64"]),
+        (torch.zeros(2, 3, 4), torch.zeros(2, 3).bool(), torch.zeros(2, 3), TypeError,
+         ["m_parts", "bool"]),
+        (torch.zeros(2, 3, 4), torch.zeros(2, 3), [1], TypeError, ["l_parts", "list"]),
     ],
 )
-def test_merge_refuses_what_does_not_fit_and_names_it(O_parts, L_parts, error, words):
+def test_merge_refuses_what_does_not_fit_and_names_it(O_parts, m_parts, l_parts, error, words):
     with pytest.raises(error) as raised:
-        merge(O_parts, L_parts)
+        merge(O_parts, m_parts, l_parts)
     assert all(word in str(raised.value) for word in words), raised.value
 
 

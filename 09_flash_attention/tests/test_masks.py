@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle
 from test_forward import check, inputs, problems
-from visible import Visible
+from lab.visible import Visible
 
 BOTH = pytest.mark.parametrize("attend", [standard_attention, flash_attention_forward])
 

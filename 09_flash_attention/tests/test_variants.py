@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import Case
+from lab.cases import Case
 from flash_attention import flash_attention_forward, standard_attention
 from flash_variants import (
     RULES,

@@ -1,0 +1,14 @@
+"""What the lessons share. Importing it finds `common` and loads torch, the only place that does.
+
+cases     the problems            visible   what a query may see, and the inputs cut into tiles
+tiles     how large a tile is     judge     when a result is right
+fused     the platform's kernel   bench     candidates, verified, profiled and timed alike
+formulas  what has to be held     show      tables and plots        lesson   a command line
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from common import cli, device  # noqa: F401  in this order, and before torch: see there
