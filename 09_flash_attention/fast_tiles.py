@@ -78,7 +78,7 @@ class StepRow:
 def time_steps(case, device, seed=0):
     """Time each step from the article's loop to flash_attention_forward, in turn. StepRows."""
     Q, K, V = case.inputs(device, seed)
-    Br, Bc = case.tile("auto", "auto", device)
+    Br, Bc, _ = case.tile("auto", "auto", device)
     scratch = Q.new_empty(Q.shape[0] * Br * Bc)
     steps = {
         "the article's loop": ((64, 64), lambda: walk(article_step, Q, K, V, 64, 64)),
@@ -128,7 +128,7 @@ def time_sizes(case, device, seed=0):
     calls["fused"] = lambda: fused_attention(Q, K, V)
     rounds, rows = time_in_turn(calls, device), []
     for name, call in calls.items():
-        Br, Bc = case.tile(name if isinstance(name, int) else "auto", "auto", device)
+        Br, Bc, _ = case.tile(name if isinstance(name, int) else "auto", "auto", device)
         side = name if isinstance(name, int) else round(math.sqrt(Br * Bc))
         of_standard, spread = ratio(rounds["standard"], rounds[name])
         rows.append(SizeRow(str(name), case.shape, side, rounds.median(name), of_standard,
@@ -150,7 +150,7 @@ class PartRow:
 def time_parts(case, device, seed=0):
     """Time what a tile is made of, operation by operation, beside the fused kernel. PartRows."""
     Q, K, V = case.inputs(device, seed)
-    Br, Bc = case.tile("auto", "auto", device)
+    Br, Bc, _ = case.tile("auto", "auto", device)
     tiles = math.ceil(case.Nq / Br) * math.ceil(case.Nq / Bc)
     Q_block, K_block, V_block = Q[:, :Br], K[:, :Bc], V[:, :Bc]
     S_block = -torch.rand(Q.shape[0], Br, Bc, device=device, dtype=Q.dtype)

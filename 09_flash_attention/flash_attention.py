@@ -124,12 +124,19 @@ def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None
     """
     visible = Visible(Q, K, V, causal, q_start, window, scale, attn_mask, score_mod)
     refuse_gradients(Q=Q, K=K, V=V, attn_mask=attn_mask)
-    heads, dv = Q.shape[:-2].numel(), V.shape[-1]
-    Br, Bc = choose_tile(Br, Bc, heads, visible.Nq, visible.Nk, dv, Q.dtype, Q.device.type)
-    O = Q.new_empty(*Q.shape[:-1], dv)
+    O = Q.new_empty(*Q.shape[:-1], V.shape[-1])
     m_l = [Q.new_empty(*Q.shape[:-1], 1, dtype=visible.dtype)
            for _ in range(2 * (return_lse or return_m_l))]
-    scratch = Q.new_empty(heads * Br * Bc, dtype=visible.dtype)
+    for part in visible.parts(Br, Bc, (Q, O, *m_l), (K, V)):
+        attend_in_tiles(*part)
+    m_l = [x.squeeze(-1) for x in m_l]
+    return (O, *m_l) if return_m_l else (O, m_l[0] + m_l[1].log()) if return_lse else O
+
+
+def attend_in_tiles(visible, Br, Bc, queries, keys):
+    """Fill O, and m and l where asked for. queries: Q, O(, m, l); keys: K, V."""
+    (Q, O, *m_l), (K, V) = queries, keys
+    scratch = Q.new_empty(visible.X * visible.G * Br * Bc, dtype=visible.dtype)
     for rows in visible.query_blocks(Br):
         m, l, O_block = visible.start(V, rows)
         for _, S_block, V_block in visible.score_blocks(Q, K, V, rows, Bc, scratch):
@@ -137,8 +144,6 @@ def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None
         O_block.div_(l.masked_fill(l == 0, 1))  # l = 0: saw no key
         visible.store((O, *m_l), rows, (O_block, m, l))
         del m, l, O_block  # or those of the next rows would stand beside them
-    m_l = [x.squeeze(-1) for x in m_l]
-    return (O, *m_l) if return_m_l else (O, m_l[0] + m_l[1].log()) if return_lse else O
 
 
 # The tools: each returns rows and prints nothing.
@@ -151,10 +156,10 @@ def candidates(case, Br=64, Bc=64, device="cpu"):
     found = [
         Candidate("standard", partial(standard_attention, **masks),
                   forward_bytes("standard", case)),
-        Candidate("flash", partial(flash_attention_forward, Br=tile[0], Bc=tile[1], **masks),
-                  forward_bytes("flash", case, *tile), tile),
+        Candidate("flash", partial(flash_attention_forward, Br=Br, Bc=Bc, **masks),
+                  forward_bytes("flash", case, *tile), tile[:2]),
         Candidate("fused", partial(fused_attention, **masks), forward_bytes("fused", case)),
-    ]
+    ][: 2 if device.type == "npu" and case.dv not in (None, case.d) else 3]
     kernel, _ = triton_kernel(case, device)
     if kernel:
         found.append(Candidate("triton", kernel, forward_bytes("triton", case)))
@@ -274,16 +279,21 @@ def show_trace(args, device):
     print_trace("Trace: the softmax of [2, 1, 3], one score at a time", steps)
     probabilities = ", ".join(f"{p:.3f}" for p in P[0].tolist())
     console.print(f"\nexp(score - m) / l with the last m and l: {probabilities}")
-    case = Case(6, d=4)
-    Q, K, V = (x[0] for x in case.inputs("cpu", args.seed))
-    more, O = trace(Q, K, V, causal=args.causal)
-    print_trace("Trace: 6 queries, 6 keys, d = 4, 2x2 tiles", more)
-    if args.causal:
-        console.print("\ntiles: # wholly seen, / on the edge, . not visited\n")
-        console.print(Visible(Q, K, V, causal=True).drawing(2, 2))
-    difference = (O - standard_attention(Q, K, V, causal=args.causal)).abs().max().item()
-    console.print(f"\nlargest difference of O from standard attention: {difference:.1e}")
-    return steps + more
+    small = {"d": args.head_dim or 4, **lesson.masks(args)}
+    lengths = (args.mode == "trace" and args.seq_len) or [6]  # with `all` they are the other modes'
+    for N in lengths:
+        case = Case(N, dtype=getattr(torch, args.dtype or "float32"), **small)
+        Q, K, V = (x[0] for x in case.inputs("cpu", args.seed))
+        Br, Bc, _ = case.tile(args.br or 2, args.bc or 2, Q.device)
+        more, O = trace(Q, K, V, Br, Bc, **case.masks)
+        print_trace(f"Trace: {N} queries, {N} keys, d = {case.d}, {Br}x{Bc} tiles", more)
+        if case.hides:
+            console.print("\ntiles: # wholly seen, / on the edge, . not visited\n")
+            console.print(Visible(Q, K, V, **case.masks).drawing(Br, Bc))
+        difference = (O - standard_attention(Q, K, V, **case.masks)).abs().max().item()
+        console.print(f"\nlargest difference of O from standard attention: {difference:.1e}")
+        steps += more
+    return steps
 
 
 def print_trace(title, steps):
@@ -301,7 +311,8 @@ MODES = {
 
 
 def main():
-    return lesson.run_modes(lesson.parser(__doc__), MODES, "one attention call")
+    return lesson.run_modes(lesson.parser(__doc__), MODES, "one attention call",
+                            unserved={"trace": ("batch", "heads", "kv_heads")})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from lab.bench import Candidate, VerifyRow, benchmark, profile, verify
 from lab.cases import VERIFY_CASES
 from lab.formulas import backward_bytes
 from lab.show import print_growth, print_memory, print_speed, print_verify
-from lab.tiles import choose_tile, exp_
+from lab.tiles import exp_
 from lab.visible import Visible
 
 import torch
@@ -74,12 +74,19 @@ def flash_attention_backward(dO, Q, K, V, O, m, l, Br=64, Bc=64, **options):
     visible = Visible(Q, K, V, **options)
     if visible.score_mod is not None:
         raise ValueError("score_mod must be None, got a function: its derivative is not computed")
-    heads, dv = Q.shape[:-2].numel(), V.shape[-1]
-    Br, Bc = choose_tile(Br, Bc, heads, visible.Nq, visible.Nk, dv, Q.dtype, Q.device.type)
     dQ = Q.new_empty(Q.shape)
-    dK, dV = (  # [X, Nk, d], [X, Nk, dv]
-        x.new_zeros(visible.X, visible.Nk, x.shape[-1], dtype=visible.dtype) for x in (K, V))
-    scratch, dP = (Q.new_empty(heads * Br * Bc, dtype=visible.dtype) for _ in range(2))
+    dK, dV = (x.new_zeros(x.shape, dtype=visible.dtype) for x in (K, V))
+    for part in visible.parts(Br, Bc, (Q, O, m, l, dO, dQ), (K, V, dK, dV)):
+        gradients_in_tiles(*part)
+    return dQ, dK.mul_(visible.scale).to(K.dtype), dV.to(V.dtype)
+
+
+def gradients_in_tiles(visible, Br, Bc, queries, keys):
+    """Fill dQ, and add to dK and dV. queries: Q, O, m, l, dO, dQ; keys: K, V, dK, dV."""
+    (Q, O, m, l, dO, dQ), (K, V, dK, dV) = queries, keys
+    dK, dV = (x.view(visible.X, visible.Nk, x.shape[-1]) for x in (dK, dV))
+    size = visible.X * visible.G * Br * Bc
+    scratch, dP = (Q.new_empty(size, dtype=visible.dtype) for _ in range(2))
     for rows in visible.query_blocks(Br):
         Q_block, dO_block, *column_blocks = row_blocks(visible, dO, Q, O, m, l, rows)
         dQ_block = Q_block.new_zeros(Q_block.shape)
@@ -90,8 +97,6 @@ def flash_attention_backward(dO, Q, K, V, O, m, l, Br=64, Bc=64, **options):
                           dQ_block, dK[:, cols], dV[:, cols])
         visible.store([dQ], rows, [dQ_block.mul_(visible.scale)])
         del Q_block, dO_block, dQ_block, column_blocks  # before those of the next rows are made
-    dK.mul_(visible.scale)
-    return dQ, dK.to(K.dtype).view(K.shape), dV.to(V.dtype).view(V.shape)
 
 
 def row_blocks(visible, dO, Q, O, m, l, rows):
@@ -161,10 +166,11 @@ def candidates(case, Br=64, Bc=64, device="cpu"):
     """Return standard and flash attention, each a forward and a backward: dQ, dK, dV."""
     tile = case.tile(Br, Bc, torch.device(device))
     standard = partial(standard_attention, **case.masks)
-    flash = partial(flash_attention, Br=tile[0], Bc=tile[1], **case.masks)
+    flash = partial(flash_attention, Br=Br, Bc=Bc, **case.masks)
     return [
         Candidate("standard", partial(gradients, standard), backward_bytes("standard", case)),
-        Candidate("flash", partial(gradients, flash), backward_bytes("flash", case, *tile), tile),
+        Candidate("flash", partial(gradients, flash), backward_bytes("flash", case, *tile),
+                  tile[:2]),
     ]
 
 

@@ -197,13 +197,13 @@ def cached(case, Br=64, Bc=64):
 def candidates(case, splits, Br=64, Bc=64, device="cpu"):
     """Return standard and fused attention, flash with the tile asked for and with auto, splits."""
     device, masks = torch.device(device), case.masks
-    tiles = {"flash": case.tile(Br, Bc, device), "flash, auto": case.tile(AUTO, AUTO, device)}
-    (Br, Bc), found = tiles["flash"], []
-    for name, attend in (("standard", standard_attention), ("fused", fused_attention)):
-        found.append(Candidate(name, partial(attend, **masks), forward_bytes(name, case)))
-    for name, tile in tiles.items():
-        attend = partial(flash_attention_forward, Br=tile[0], Bc=tile[1], **masks)
-        found.append(Candidate(name, attend, forward_bytes("flash", case, *tile), tile))
+    found = [Candidate(name, partial(attend, **masks), forward_bytes(name, case))
+             for name, attend in (("standard", standard_attention), ("fused", fused_attention))]
+    for name, asked in (("flash", (Br, Bc)), ("flash, auto", (AUTO, AUTO))):
+        tile = case.tile(*asked, device)
+        attend = partial(flash_attention_forward, Br=asked[0], Bc=asked[1], **masks)
+        found.append(Candidate(name, attend, forward_bytes("flash", case, *tile), tile[:2]))
+    Br, Bc, _ = case.tile(Br, Bc, device)
     for P in splits:
         attend = partial(split_kv_attention, splits=P, Br=Br, Bc=Bc, **masks)
         found.append(Candidate(f"split {P}", attend, split_bytes(case, P, Br, Bc), (Br, Bc)))

@@ -21,15 +21,19 @@ from common.device import accelerator
 
 import torch
 
+# triton-ascend's wheel names no requirement, yet it needs these two.
+INSTALL = ("pip install triton, or on Ascend, with CANN 8.5.0 and torch_npu 2.7.1, pip uninstall "
+           "triton, pip install triton-ascend==3.2.0 pybind11, and a C++ compiler (apt-get install "
+           "g++, or yum install gcc-c++)")
+
 try:
     import triton
     import triton.language as tl
 
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 2):
-        raise ImportError(f"3.2 or newer, found {triton.__version__}")
+        raise ImportError(f"found {triton.__version__}")
 except ImportError as missing:
-    raise ImportError(f"it needs Triton ({missing}): pip install triton, or on Ascend "
-                      "pip install triton-ascend==3.2.0") from missing
+    raise ImportError(f"it needs Triton 3.2 or newer ({missing}): {INSTALL}") from missing
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_COLUMNS = 256  # of d and dv
@@ -160,9 +164,10 @@ HALF = {
     "cuda": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
 }
 FLOAT32 = {64: (32, 32, 8, 2), 128: (64, 32, 8, 2), 256: (32, 16, 8, 2)}
-ASCEND = {16: (256, 128), 32: (256, 64), 64: (256, 64), 128: (128, 128), 256: (64, 256)}
-ASCEND_CAUSAL = {16: (256, 64), 32: (256, 64), 64: (128, 64), 128: (128, 64), 256: (64, 128)}
-SMALLER = ((64, 64, 4, 1), (32, 64, 4, 1))
+ASCEND = {16: (128, 128), 32: (128, 64), 64: (256, 64), 128: (128, 128), 256: (32, 32)}
+ASCEND_FLOAT32 = {**ASCEND, 128: (64, 128)}
+ASCEND_CAUSAL = {16: (256, 64), 32: (256, 64), 64: (128, 128), 128: (128, 64), 256: (64, 64)}
+SMALLER = ((64, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1))
 FILLED = ("npu", "interpreter")  # where what lies outside of Q, K and V is set to 0
 fitting = {}  # (platform, dtype, D, DV, causal): the tile that fitted
 
@@ -192,7 +197,8 @@ def tile_of(platform, dtype, d, dv, causal):
         return 64, 64, 4, 1
     columns = max(padded(d), padded(dv))
     if platform == "npu":
-        return *(ASCEND_CAUSAL if causal else ASCEND)[columns], 4, 1
+        full = ASCEND_FLOAT32 if dtype == torch.float32 else ASCEND
+        return *(ASCEND_CAUSAL if causal else full)[columns], 4, 1
     return (FLOAT32 if dtype == torch.float32 else HALF[platform])[max(64, columns)]
 
 
@@ -287,8 +293,7 @@ def unserved(device):
     backends = {"cuda": {"nvidia", "amd"}, "npu": {"ascend"}}.get(device.type, set())
     if backends & set(triton.backends.backends):
         return None
-    package = "triton-ascend==3.2.0" if device.type == "npu" else "triton"
-    return f"the Triton that is installed does not serve it: pip install {package}"
+    return f"the Triton that is installed does not serve it: {INSTALL}"
 
 
 def programs(device):

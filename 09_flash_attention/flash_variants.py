@@ -169,7 +169,7 @@ class VariantRow(VerifyRow):
 def check_variant(name, case, Br=64, Bc=64, *, device="cpu", seed=0):
     """Compare variant `name` with `reference` on a [B, H, N, d] case. Returns a VariantRow."""
     device = torch.device(device)
-    Br, Bc = case.tile(Br, Bc, device)
+    Br, Bc, _ = case.tile(Br, Bc, device)
     heads = case.heads
     options = VARIANTS[name](case.Nq, heads, device)
 

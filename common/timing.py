@@ -109,11 +109,12 @@ def ratio(numerators, denominators):
     return median, (low, high)
 
 
-def square_matmul(dtype, device, n=2048):
+def square_matmul(dtype, device):
     """Return (call, FLOPs of a call): the rate that `device` can reach, to compare others with.
 
     For half types a CPU takes float32: its own products of them can be a hundred times slower.
     """
+    n = 2048 if device.type == "cpu" else 8192
     wide = torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
     A = torch.randn(n, n).to(device, wide)  # a GPU multiplies ones faster than other numbers
     return lambda: A @ A, 2 * n**3

@@ -1,30 +1,44 @@
-"""scripts/: a .venv is whole or made anew, a failed step is named, Ascend's pair is chosen.
+"""scripts/: an environment is whole or made anew, a step that fails or is stopped is named.
 
-pip, venv and CANN are played.
+pip and venv are played.
 """
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Stands for python3: `-m venv` makes a .venv whose python is this script again, `-m pip install`
-# logs its arguments and fails for a package named in $FAIL.
-PLAYER = """#!/usr/bin/env bash
-echo "$*" >>"$LOG"
+# Stands for python3: `-m venv` makes an environment whose python is this script again, `-m pip
+# install` logs its arguments and fails for a package named in $FAIL or where pip would install
+# elsewhere. What $HANG names writes its process id down and waits for the file $LOG.go; like a
+# Python program it ends on Ctrl-C by an exit status.
+PLAYER = r"""#!/usr/bin/env bash
+case "$*" in *stamp.py* | *lock.py*) exec "$REAL" "$@" ;; esac
+echo "${*//$'\n'/ }" >>"$LOG"
+[[ "$*" != *flash_attention.py* ]] || echo "$PWD" >"$LOG.in"
+if [ -n "$HANG" ] && [[ "$*" == *"$HANG"* ]]; then
+  trap 'exit 130' INT
+  echo $$ >"$LOG.hangs"
+  while [ ! -e "$LOG.go" ]; do sleep 0.05; done
+fi
 case "$*" in
-  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  "-I -m venv "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+  *_base_executable*) echo "$0" ;;
   *pinned.py*) echo "${*: -1}==9.9" ;;
   *ascend_pair.py*) echo "${ASCEND:-none}" ;;
-  09_flash_attention/"$FAIL_LESSON"*) [ -z "$FAIL_LESSON" ] ;;
-  *purelib*) mkdir -p .venv/lib && echo .venv/lib ;;
-  *find_spec*) echo /opt/site-packages ;;
-  *pip*install*) for word in $FAIL; do case "$*" in *"$word"*) exit 1 ;; esac; done ;;
+  *09_flash_attention/"$FAIL_LESSON"*) [ -z "$FAIL_LESSON" ] ;;
+  *purelib*) mkdir -p "${0%/*}/../lib" && echo "${0%/*}/../lib" ;;
+  *pip*install*)
+    [ -z "$PIP_TARGET$PIP_USER$PIP_PREFIX$PIP_ROOT$PIP_PYTHON" ] || exit 1
+    for word in $FAIL; do case "$*" in *"$word"*) exit 1 ;; esac; done ;;
+  *"import torch, numpy"*) exit ${UNLOADABLE:-0} ;;
   *sys.version_info*) exit ${OLD:-0} ;;
   *torch.zeros*) exit ${BLIND:-0} ;;
 esac
@@ -32,46 +46,101 @@ esac
 
 
 @pytest.fixture
-def play(tmp_path):
-    """Run a script of a copy of the repository with a played python3; return (process, log)."""
+def start(tmp_path):
+    """Start a script of a copy of the repository, or a path; the played python3 fills `log`."""
     for name in ("requirements.txt", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    (tmp_path / "common").mkdir()
+    shutil.copy(ROOT / "common" / "cann.py", tmp_path / "common")
     python = tmp_path / "bin" / "python3"
     python.parent.mkdir()
     python.write_text(PLAYER)
     python.chmod(0o755)
+    started = []
 
-    def run(script, *arguments, **environment):
-        log = tmp_path / "log"
-        log.write_text("")
-        environment = {
-            "PATH": f"{python.parent}:{os.environ['PATH']}",
-            "LOG": str(log),
-            "HOME": str(tmp_path),
-            **environment,
-        }
-        done = subprocess.run(
-            ["bash", str(tmp_path / "scripts" / script), *arguments],
-            cwd="/",
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-        return done, log.read_text().splitlines()
+    def start(script, *arguments, cwd="/", **environment):
+        path = script if "/" in script else tmp_path / "scripts" / script
+        started.append(subprocess.Popen(
+            ["bash", path, *arguments], cwd=cwd, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": str(tmp_path),
+                 "LOG": str(tmp_path / "log"), "REAL": sys.executable, **environment}))
+        return started[-1]
+
+    yield start
+    (tmp_path / "log.go").touch()
+    for process in started:
+        process.wait()
+
+
+@pytest.fixture
+def play(start, tmp_path):
+    """Run a script to its end, as `start` does; return (process with stderr, lines of the log)."""
+
+    def run(*call, **options):
+        (tmp_path / "log").write_text("")
+        process = start(*call, **options)
+        process.stdout, process.stderr = process.communicate(timeout=30)
+        return process, (tmp_path / "log").read_text().splitlines()
 
     return run
 
 
-def test_run_makes_a_venv_once_and_passes_its_arguments_on(play):
+def hanging(tmp_path):
+    """Wait until what $HANG names hangs; return its process id."""
+    pid = tmp_path / "log.hangs"
+    end = time.monotonic() + 30
+    while not (pid.exists() and pid.read_text()):
+        assert time.monotonic() < end, "nothing hangs"
+        time.sleep(0.02)
+    return int(pid.read_text())
+
+
+def made(log, folder=".venv"):
+    return sum(line.startswith("-I -m venv ") and line.endswith(f"/{folder}") for line in log)
+
+
+def test_run_makes_a_venv_once_and_passes_its_arguments_on(play, tmp_path):
     done, log = play("run.sh", "--mode", "verify")
     assert done.returncode == 0, done.stderr
-    assert any("-r requirements.txt -c constraints.txt" in line for line in log)
-    assert log[-1].startswith("09_flash_attention/flash_attention.py --mode all --json results/")
-    assert log[-1].endswith("--mode verify")
+    assert any(f"-r {tmp_path}/requirements.txt -c {tmp_path}/constraints.txt" in line
+               for line in log)
+    assert log[-1] == (f"{tmp_path}/09_flash_attention/flash_attention.py --mode all --json "
+                       f"{tmp_path}/results/flash_attention.json --mode verify")
     done, log = play("run.sh")
     assert len(log) == 1 and done.stderr == ""  # nothing but the program
+    assert f"--plot {tmp_path}/results" in log[0]
+
+
+@pytest.mark.parametrize("given", [("--json", "mine.json"), ("--json=mine.json",)])
+def test_run_stays_in_the_callers_folder_and_leaves_out_a_default_that_is_replaced(
+        play, tmp_path, given):
+    there = tmp_path / "there"
+    there.mkdir()
+    _, log = play("run.sh", *given, "--plot", "here", cwd=there)
+    assert (tmp_path / "log.in").read_text().strip() == str(there)
+    assert log[-1].endswith("flash_attention.py --mode all " + " ".join(given) + " --plot here")
+
+
+@pytest.mark.parametrize("script", ["run.sh", "test.sh", "setup.sh", "report_910b.sh",
+                                    "gpu_check.sh", "compile.sh"])
+def test_a_symlink_and_cdpath_lead_nowhere_else(play, tmp_path, script):
+    other = tmp_path / "other"
+    (other / "scripts").mkdir(parents=True)
+    (other / "scripts" / "setup.sh").write_text("echo hijacked >&2; exit 3")
+    (other / script).symlink_to(tmp_path / "scripts" / script)
+    argument = ["hopper"] if script == "compile.sh" else []
+    readlink = tmp_path / "bin" / "readlink"
+    readlink.write_text("#!/bin/sh\nexit 1\n")  # macOS before 12.3: no readlink -f
+    readlink.chmod(0o755)
+    done, _ = play(f"scripts/{script}", *argument, cwd=tmp_path, CDPATH=str(other), BLIND="1")
+    assert done.returncode == 0, done.stderr
+    readlink.unlink()
+    (tmp_path / ".venv" / "complete").unlink()
+    done, log = play(f"other/{script}", *argument, cwd=tmp_path, BLIND="1")
+    assert done.returncode == 0 and made(log), done.stderr
+    assert not (other / ".venv").exists()
 
 
 def test_test_runs_pytest_with_its_arguments(play):
@@ -79,27 +148,127 @@ def test_test_runs_pytest_with_its_arguments(play):
 
 
 @pytest.mark.parametrize("word, step", [("torch", "install torch"), ("-r", "the other packages")])
-def test_a_failed_step_is_named_and_its_venv_is_not_taken_for_a_whole_one(play, word, step):
+def test_a_failed_step_is_named_and_its_venv_is_not_taken_for_a_whole_one(
+        play, tmp_path, word, step):
     done, _ = play("setup.sh", FAIL=word)
     assert done.returncode != 0 and step in done.stderr.splitlines()[-1]
+    assert done.stderr.count("failed at") == 1
+    (tmp_path / ".venv" / "half").touch()
     done, log = play("setup.sh")
-    assert done.returncode == 0 and "-m venv .venv" in log
+    assert done.returncode == 0 and made(log) and not (tmp_path / ".venv" / "half").exists()
+
+
+def test_what_does_not_load_is_not_vouched_for(play):
+    done, _ = play("setup.sh", UNLOADABLE="1")
+    assert done.returncode != 0 and "failed at: import what was" in done.stderr.splitlines()[-1]
+    assert made(play("setup.sh")[1])
+
+
+def test_a_venv_whose_python_is_gone_or_is_not_the_wanted_one_is_made_anew(play, tmp_path):
+    play("setup.sh")
+    (tmp_path / ".venv/bin/python").unlink()
+    done, log = play("run.sh")
+    assert done.returncode == 0 and made(log)
+    other = tmp_path / "bin" / "other"
+    other.write_text(PLAYER.replace('exec "$REAL" "$@"', "echo of another kind; exit"))
+    other.chmod(0o755)
+    assert not made(play("setup.sh", PYTHON="python3")[1])
+    assert made(play("setup.sh", PYTHON=str(other))[1])
+
+
+def test_the_stamp_knows_for_which_python_extension_modules_were_built():
+    code = ("import runpy, sysconfig; sysconfig.get_config_var = {'SOABI': 'cpython-399'}.get; "
+            f"runpy.run_path({str(ROOT / 'scripts' / 'stamp.py')!r})")
+    stamp = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert stamp.startswith("cpython-399 ")
+
+
+def test_a_new_cann_makes_a_new_venv(play, tmp_path):
+    info = tmp_path / "latest" / "x86_64-linux" / "ascend_toolkit_install.info"
+    info.parent.mkdir(parents=True)
+    counts = []
+    for release in ("8.3.RC1", "8.3.RC1", "8.5.0"):
+        info.write_text(f"version={release}\n")
+        counts.append(made(play("setup.sh", ASCEND_HOME_PATH=str(tmp_path / "latest"))[1]))
+    assert counts == [1, 0, 1]
+
+
+def test_pips_variables_that_lead_elsewhere_are_not_followed(play):
+    done, log = play("setup.sh", PIP_TARGET="t", PIP_USER="1", PIP_PREFIX="p", PIP_ROOT="r",
+                     PIP_PYTHON="python2")
+    assert done.returncode == 0, done.stderr
+    assert all(line.startswith("-I -m pip") for line in log if "pip install" in line)
+
+
+def test_the_second_of_two_set_ups_waits_and_says_so(start, tmp_path):
+    first = start("setup.sh", HANG="-m venv")
+    hanging(tmp_path)
+    second = start("setup.sh")
+    said = ""
+    while "wait for another set-up of .venv" not in said:
+        line = second.stderr.readline()
+        assert line, said
+        said += line
+    (tmp_path / "log.go").touch()
+    assert (first.wait(30), second.wait(30)) == (0, 0)
+    assert made((tmp_path / "log").read_text().splitlines()) == 1
+
+
+def test_a_set_up_that_was_killed_blocks_only_while_what_it_started_runs(start, tmp_path):
+    first = start("setup.sh", HANG="-m venv")
+    hanging(tmp_path)
+    first.kill()
+    second = start("setup.sh")
+    while "wait for another" not in second.stderr.readline():
+        assert second.poll() is None
+    (tmp_path / "log.go").touch()
+    assert second.wait(30) == 0
+    assert made((tmp_path / "log").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("script, hang, step", [
+    ("run.sh", "-m venv", "setup: stopped at: make .venv"),
+    ("run.sh", "torch==", "setup: stopped at: install torch"),
+    ("report_910b.sh", "articles.py", "report: stopped at: articles"),
+])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_says_at_which_step_and_ends_what_was_started(
+        start, tmp_path, script, hang, step, number):
+    process = start(script, HANG=hang)
+    pid = hanging(tmp_path)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 128 + number
+    assert said.splitlines()[-1] == step
+    assert hang in (tmp_path / "log").read_text().splitlines()[-1]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_an_old_python_is_refused(play):
     done, log = play("setup.sh", OLD="1")
     assert done.returncode != 0 and "3.9 or newer" in done.stderr
-    assert "-m venv .venv" not in log
+    assert not made(log)
 
 
+needs_no_gpu = pytest.mark.skipif(
+    sys.platform != "linux" or bool(shutil.which("nvidia-smi")), reason="takes the plain build")
+
+
+@needs_no_gpu
 def test_the_cpu_build_is_tried_first_where_there_is_no_gpu(play):
-    if shutil.which("nvidia-smi"):
-        pytest.skip("there is a GPU")
-    _, log = play("setup.sh")
+    done, log = play("setup.sh")
     assert [line.split()[-1] for line in log if "torch==9.9" in line] == ["torch==9.9+cpu"]
+    assert "no CPU build" not in done.stderr
 
 
-def test_torch_falls_back_to_the_plain_build(play):
+@needs_no_gpu
+def test_the_plain_build_of_torch_is_announced_before_it_is_fetched(play):
+    done, _ = play("setup.sh", FAIL="torch==")
+    assert "plain build" in done.stderr and "no CPU build was found" in done.stderr
     done, log = play("setup.sh", FAIL="+cpu")
     assert done.returncode == 0
     assert [line.split()[-1] for line in log if "torch==9.9" in line][-1] == "torch==9.9"
@@ -108,18 +277,19 @@ def test_torch_falls_back_to_the_plain_build(play):
 def test_the_report_runs_each_lesson_on_the_card_and_packs_what_came_out(play, tmp_path):
     done, log = play("report_910b.sh", "npu:1", FAIL_LESSON="flash_decoding.py")
     assert done.returncode == 0, done.stderr
-    ran = [line for line in log if line.startswith("09_flash_attention/")]
-    lessons = {line.split()[0].split("/")[1] for line in ran}
-    here = {p.name for p in (ROOT / "09_flash_attention").glob("*.py")}
-    assert lessons | {"compile_kernel.py", "gpu_check.py"} == {
-        name for name in here
-        if "cli.serve(main)" in (ROOT / "09_flash_attention" / name).read_text()}
-    assert all("--device npu:1" in line and "--json results/report_910b/" in line for line in ran)
-    archive = tmp_path / "results" / "report_910b.tar.gz"
+    ran = [line for line in log if line.startswith(f"{tmp_path}/09_flash_attention/")]
+    lessons = {Path(line.split()[0]).name for line in ran}
+    assert lessons == {
+        "flash_attention.py", "fast_tiles.py", "articles.py", "cross_reference.py",
+        "flash_variants.py", "flash_decoding.py", "flash_backward.py", "mini_gpt.py"}
+    results = tmp_path / "results"
+    assert all(f"--device npu:1 --json {results}/report_910b/" in line for line in ran)
+    archive = results / "report_910b.tar.gz"
     names = subprocess.run(["tar", "-tf", archive], capture_output=True, text=True).stdout
     assert "report_910b/machine.txt" in names and "report_910b/articles.txt" in names
-    summary = (tmp_path / "results/report_910b/summary.txt").read_text().splitlines()
+    summary = (results / "report_910b/summary.txt").read_text().splitlines()
     assert "decoding: exit status 1" in summary and len(summary) == len(ran)
+    assert {path.name for path in results.iterdir()} == {"report_910b", "report_910b.tar.gz"}
 
 
 def test_a_chosen_ascend_pair_is_installed_without_the_pins_of_other_machines(play):
@@ -131,74 +301,10 @@ def test_a_chosen_ascend_pair_is_installed_without_the_pins_of_other_machines(pl
 
 
 def test_a_matching_ascend_pair_is_seen_and_not_touched(play, tmp_path):
-    _, log = play("setup.sh", ASCEND="keep")
+    _, log = play("setup.sh", ASCEND="keep\n/opt/site-packages\n/home/a b")
     installs = [line.split()[-2:] for line in log if "pip install" in line]
-    assert installs == [["-r", "requirements.txt"]]
-    assert (tmp_path / ".venv/lib/kept.pth").read_text() == "/opt/site-packages\n"
-
-
-def pair(tmp_path, release=None, smi=False, **packages):
-    """Run ascend_pair.py under a faked CANN and faked installed packages."""
-    site, bin_ = tmp_path / "site", tmp_path / "bin"
-    bin_.mkdir(parents=True)
-    for name, version in packages.items():
-        info = site / f"{name}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
-    if release:
-        info = tmp_path / "latest" / "x86_64-linux" / "ascend_toolkit_install.info"
-        info.parent.mkdir(parents=True)
-        info.write_text(f"version={release}\n")
-    if smi:
-        (bin_ / "npu-smi").write_text("#!/bin/sh\n")
-        (bin_ / "npu-smi").chmod(0o755)
-    environment = {"PATH": str(bin_), "PYTHONPATH": str(site),
-                   "ASCEND_HOME_PATH": str(tmp_path / "latest")}
-    # -S: without this Python's own packages, where a torch lies
-    done = subprocess.run([sys.executable, "-S", str(ROOT / "scripts" / "ascend_pair.py")],
-                          env=environment, capture_output=True, text=True)
-    return done.returncode, done.stdout.strip(), done.stderr
-
-
-for_python_3_9_to_3_11 = pytest.mark.skipif(
-    sys.version_info[1] not in (9, 10, 11), reason="these torch_npu are for Python 3.9 to 3.11")
-
-
-@for_python_3_9_to_3_11
-@pytest.mark.parametrize("release, torch, torch_npu", [
-    ("8.0.1", "2.4.0", "2.4.0.post2"),  # the article's machine
-    ("8.0.0", "2.4.0", "2.4.0.post2"),
-    ("8.0.RC3", "2.4.0", "2.4.0"),
-    ("8.1.RC1", "2.5.1", "2.5.1"),
-    ("8.2.RC1", "2.6.0", "2.6.0"),
-])
-def test_the_pair_follows_the_cann_release(tmp_path, release, torch, torch_npu):
-    code, chosen, why = pair(tmp_path, release)
-    assert (code, chosen) == (0, f"torch=={torch} torch_npu=={torch_npu}")
-    assert f"CANN {release}" in why and torch_npu in why
-
-
-def test_an_installed_pair_that_matches_is_kept_whatever_the_release(tmp_path):
-    for release in ("8.0.1", "99.0"):
-        code, chosen, why = pair(tmp_path / release, release, torch="2.1.0+cpu",
-                                 torch_npu="2.1.0.post17")
-        assert (code, chosen) == (0, "keep") and "2.1.0.post17" in why
-
-
-@for_python_3_9_to_3_11
-def test_an_installed_pair_that_does_not_match_is_not_kept(tmp_path):
-    assert pair(tmp_path, "8.1.RC1", torch="2.4.0", torch_npu="2.5.1")[1].startswith("torch==2.5.1")
-
-
-def test_an_unknown_release_or_none_stops_with_what_to_do(tmp_path):
-    code, chosen, why = pair(tmp_path / "a", "99.1")
-    assert (code, chosen) == (2, "") and "CANN 99.1 is not in the table" in why
-    code, chosen, why = pair(tmp_path / "b", smi=True)
-    assert (code, chosen) == (2, "") and "no CANN" in why and "set_env.sh" in why
-
-
-def test_off_ascend_there_is_no_pair(tmp_path):
-    assert pair(tmp_path) == (0, "none", "")
+    assert installs == [["-r", f"{tmp_path}/requirements.txt"]]
+    assert (tmp_path / ".venv/lib/kept.pth").read_text() == "/opt/site-packages\n/home/a b\n"
 
 
 def test_triton_is_installed_beside_a_cpu_build_of_torch(play):
@@ -206,33 +312,51 @@ def test_triton_is_installed_beside_a_cpu_build_of_torch(play):
     assert any(line.endswith("triton==9.9") for line in log) == (sys.platform == "linux")
 
 
-def test_the_910b_compiler_has_an_environment_of_its_own_made_once(play, tmp_path):
-    done, log = play("compile_910b.sh", "--dtype", "float16")
+def test_the_910b_compilers_have_an_environment_of_their_own_made_once(play, tmp_path):
+    done, log = play("compile.sh", "910b", "--dtype", "float16")
     assert done.returncode == 0, done.stderr
-    assert f"-m venv {tmp_path}/.venv-910b" in log and not (tmp_path / ".venv").exists()
-    assert any("--no-deps triton_ascend==3.2.0 ascendnpu-ir==1.2.0" in line for line in log)
-    command = f"{tmp_path}/09_flash_attention/compile_kernel.py 910b --dtype float16"
-    assert log[-1] == command
-    assert play("compile_910b.sh", "--dtype", "float16")[1] == [command]
+    assert made(log, ".venv-910b") and not (tmp_path / ".venv").exists()
+    assert any(line.endswith("--no-deps triton_ascend==3.2.0") for line in log)
+    folders = [f"{tmp_path}/.venv-910b/ascendnpu-ir-{n}" for n in ("1.0.0", "1.1.0", "1.2.0")]
+    for folder in folders:
+        package = folder.rpartition("/")[2].replace("ir-", "ir==")
+        assert any(line.endswith(f"--no-deps --target {folder} {package}") for line in log)
+    assert log[-1] == (f"{tmp_path}/09_flash_attention/chips/compile_kernel.py 910b --compilers "
+                       f"{' '.join(folders)} --dtype float16")
+    assert play("compile.sh", "910b", "--dtype", "float16")[1] == log[-1:]
 
 
-def test_the_910b_compiler_needs_python_3_10_or_3_11_and_says_which_step_failed(play, tmp_path):
-    done, log = play("compile_910b.sh", OLD="1")
-    assert done.returncode != 0 and "3.10 or 3.11" in done.stderr and len(log) == 1
-    done, _ = play("compile_910b.sh", FAIL="triton_ascend")
+def test_the_910b_compilers_need_python_3_10_or_3_11_and_say_which_step_failed(play):
+    done, log = play("compile.sh", "910b", OLD="1")
+    assert done.returncode != 0 and "3.10 or 3.11" in done.stderr and not made(log, ".venv-910b")
+    done, _ = play("compile.sh", "910b", FAIL="triton_ascend")
     assert done.returncode != 0 and "failed at: install triton-ascend" in done.stderr
-    assert f"-m venv {tmp_path}/.venv-910b" in play("compile_910b.sh")[1]
+    assert made(play("compile.sh", "910b")[1], ".venv-910b")
+
+
+def test_hopper_is_compiled_for_in_the_common_environment(play):
+    _, log = play("compile.sh", "hopper", "--head-dim", "64")
+    assert made(log)
+    assert log[-1].endswith("09_flash_attention/chips/compile_kernel.py hopper --head-dim 64")
+
+
+@pytest.mark.parametrize("arguments", [[], ["910c"], ["--dtype", "float16"]])
+def test_another_chip_is_refused_in_one_line(play, arguments):
+    done, log = play("compile.sh", *arguments)
+    assert done.returncode == 2 and log == []
+    assert done.stderr.count("\n") == 1 and "910b or hopper" in done.stderr
 
 
 def test_gpu_check_takes_a_python_that_sees_a_gpu_and_else_makes_a_venv(play, tmp_path):
-    done, log = play("gpu_check.sh", "--folder", "x")
+    done, log = play("gpu_check.sh", "--device", "cuda:1")
     assert done.returncode == 0
-    assert log[-1] == f"{tmp_path}/09_flash_attention/gpu_check.py --folder x"
-    assert "-m venv .venv" not in log
-    assert "-m venv .venv" in play("gpu_check.sh", BLIND="1")[1]
+    assert log[-1] == (f"{tmp_path}/09_flash_attention/chips/gpu_check.py --folder "
+                       f"{tmp_path}/results/gpu_check --device cuda:1")
+    assert not made(log)
+    assert made(play("gpu_check.sh", BLIND="1")[1])
 
 
 def test_changed_requirements_make_a_new_venv(play, tmp_path):
     play("setup.sh")
     (tmp_path / "requirements.txt").write_text("torch\n")
-    assert "-m venv .venv" in play("setup.sh")[1]
+    assert made(play("setup.sh")[1])

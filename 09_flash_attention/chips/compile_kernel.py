@@ -4,8 +4,8 @@
     bash scripts/compile.sh hopper      Hopper (H100, H200), by Triton
 
 The kernel is that of flash_triton.py. For each dtype, head size and tile the table says whether it
-fits and what it takes on the chip. It ends with 1 where the launcher finds no tile that fits, or its
-first is not the best that the newest compiler takes (910B), or where one spills (Hopper).
+fits and what it takes on the chip. It ends with 1 where the launcher finds no tile that fits, or
+its first is not the best that the newest compiler takes (910B), or where one spills (Hopper).
 Source of the paper's tile: FlashAttention (arXiv 2205.14135), Algorithm 1, line 1.
 """
 

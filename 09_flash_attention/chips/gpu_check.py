@@ -10,29 +10,25 @@ others. It ends within six minutes and writes verify.json, speed.csv and speed.p
 import csv
 import dataclasses
 import itertools
-import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the lessons and `lab`
 
-from lab.bench import Candidate, verify as verify_candidates
+from lab.bench import Candidate, benchmark, profile, verify as verify_candidates
 from common import cli
-from common.device import choose, describe, free_bytes
-from common.memory import measure_peak
+from common.device import choose, describe
 from common.report import (
     console, logarithmic, mib, plotted, print_table, track, whole_file, write_json)
-from common.timing import ratio, square_matmul, time_in_turn
 from compile_kernel import HOPPER_TILES
 from flash_attention import standard_attention
 from flash_triton import DTYPES, flash_attention_triton, platform_of, tile_of
 from lab.cases import Case
-from lab.judge import assert_agree
-from lab.show import print_verify
+from lab.show import ms, print_reasons, print_verify
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +68,7 @@ def on_transposed(attend, *inputs):
 class BackendRow:
     """Medians of one call; ratio_to_triton: times as fast as the kernel, with its quartiles.
 
-    None: not run, and `why` says why.
+    why: why it was not run (None), or is not to be believed.
     """
 
     name: str
@@ -91,57 +87,35 @@ class BackendRow:
     why: str = ""
 
 
-def compare_backends(case, device, matmul_size=8192):
+def compare_backends(case, device):
     """Time the kernel in turn with each backend of SDPA that takes the case: a BackendRow each.
 
     tflops counts the kept score pairs only; matmul_share is of a large matmul in the same rounds.
-    Raises RuntimeError where a backend and the kernel disagree, by `judge.assert_agree`.
     """
-    inputs = case.inputs(device, seed=0)
-    calls = {"triton": partial(flash_attention_triton, *inputs, causal=case.causal)}
-    expected, refusals = calls["triton"](), {}
-    for name in BACKENDS:
-        call = partial(sdpa, name, inputs, case.causal)
-        if name == "MATH" and 4 * 4 * case.batch * case.heads * case.Nq**2 > free_bytes(device):
-            refusals[name] = "no room"
-            continue
-        try:
-            found = call()
-        except (RuntimeError, AttributeError) as refusal:  # no kernel for it; torch has no such
-            refusals[name] = str(refusal).splitlines()[0]
-            continue
-        assert_agree(name, found, expected)
-        calls[name] = call
-    peaks = {name: measure_peak(call, device).total for name, call in calls.items()}
-    matmul, matmul_flop = square_matmul(case.dtype, device, matmul_size)
-    seconds = time_in_turn({**{name: partial(in_a_row, call) for name, call in calls.items()},
-                            "matmul": matmul}, device, budget=1.5)
-    matmul_rate = matmul_flop / statistics.median(seconds["matmul"])
-    rows = []
-    for name in ("triton", *BACKENDS):
-        row = BackendRow(name, case.d, case.causal, case.Nq, case.batch, case.heads,
-                         why=refusals.get(name, ""))
-        if name in calls:
-            row.seconds = statistics.median(seconds[name]) / IN_A_ROW
-            rate = case.flop / row.seconds
-            row.tflops, row.matmul_share, row.peak_bytes = (
-                rate / 1e12, rate / matmul_rate, peaks[name])
-            row.ratio_to_triton, (row.ratio_low, row.ratio_high) = ratio(
-                seconds["triton"], seconds[name])
-        rows.append(row)
-    return rows
+    scores = 4 * 4 * case.batch * case.heads * case.Nq**2  # what MATH holds
+    once = [Candidate("triton", partial(flash_attention_triton, causal=case.causal))] + [
+        Candidate(name, partial(sdpa, name, case.causal), scores * (name == "MATH"))
+        for name in BACKENDS]
+    often = [replace(c, call=partial(in_a_row, c.call)) for c in once]
+    rows = benchmark(case, often, device=device, flop=IN_A_ROW * case.flop)
+    return [BackendRow(
+        r.name, case.d, case.causal, case.Nq, case.batch, case.heads,
+        r.seconds and r.seconds / IN_A_ROW, r.tflops, r.matmul_share, memory.peak_bytes,
+        r.ratio_to_standard, *(r.ratio_spread or (None, None)), r.why)
+        for r, memory in zip(rows, profile(case, once, device=device))]
 
 
-def sdpa(name, inputs, causal):
+def sdpa(name, causal, *inputs):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(getattr(SDPBackend, name)):
         return F.scaled_dot_product_attention(*inputs, is_causal=causal)
 
 
-def in_a_row(call):
+def in_a_row(call, *inputs):
     for _ in range(IN_A_ROW):
-        call()
+        found = call(*inputs)
+    return found
 
 
 def print_speed(rows):
@@ -151,14 +125,14 @@ def print_speed(rows):
         if r.seconds is None:
             cells.append((*shape, "not run", *"-----"))
             continue
-        cells.append((*shape, f"{r.seconds * 1e3:.4g}", f"{r.tflops:.4g}", f"{r.matmul_share:.0%}",
-                      mib(r.peak_bytes), f"{r.ratio_to_triton:.3g}",
-                      f"{r.ratio_low:.3g} to {r.ratio_high:.3g}"))
+        share = "-" if r.matmul_share is None else f"{r.matmul_share:.0%}"
+        cells.append((*shape, ms(r), f"{r.tflops:.4g}", share, mib(r.peak_bytes),
+                      f"{r.ratio_to_triton:.3g}", f"{r.ratio_low:.3g} to {r.ratio_high:.3g}"))
     print_table("Speed: bfloat16 forward, median of calls in turn",
                 ["name", "d", "causal", "B x H x N", "ms", "TFLOP/s", "of matmul", "peak MiB",
                  "times as fast as triton", "quartiles"], cells)
     for name, why in dict.fromkeys((r.name, r.why) for r in rows if r.why):
-        console.print(f"\n{name} not run: {why}")
+        console.print(f"{name}: {why}")
 
 
 def print_held(rows):
@@ -195,19 +169,13 @@ def write_speed(folder, rows, where):
 
 def compare_tiles(case, device):
     """Time the kernel's tiles in turn: [(tile, times as fast as the launcher's), ...]."""
-    inputs = case.inputs(device, seed=0)
     chosen = tile_of(platform_of(device), case.dtype, case.d, case.d, case.causal)
-    calls = {}
-    for tile in dict.fromkeys([chosen, *HOPPER_TILES[case.dtype.itemsize]]):
-        call = partial(flash_attention_triton, *inputs, causal=case.causal, tile=tile)
-        try:
-            call()
-        except Exception as refusal:  # Triton's OutOfResources: this chip has less
-            console.print(f"tile {tile}: {str(refusal).splitlines()[0]}")
-            continue
-        calls[tile] = partial(in_a_row, call)
-    seconds = time_in_turn(calls, device, budget=1)
-    return [(tile, ratio(seconds[chosen], seconds[tile])[0]) for tile in calls]
+    rows = benchmark(case, [
+        Candidate(tile, partial(in_a_row, partial(flash_attention_triton, causal=case.causal,
+                                                  tile=tile)))
+        for tile in dict.fromkeys([chosen, *HOPPER_TILES[case.dtype.itemsize]])], device=device)
+    print_reasons(rows)  # Triton's OutOfResources: this chip has less
+    return [(row.name, row.ratio_to_standard) for row in rows if row.seconds]
 
 
 def main():

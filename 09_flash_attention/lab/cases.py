@@ -6,7 +6,7 @@ from typing import Optional
 
 import torch
 
-from lab.tiles import choose_tile
+from lab.tiles import choose_tile, heads_at_once
 from lab.visible import Visible
 
 
@@ -50,9 +50,12 @@ class Case:
         return {"causal": self.causal, "window": self.window}
 
     def tile(self, Br, Bc, device):
-        """Return the tile that `flash_attention_forward` takes for this case: Br and Bc."""
-        (*lead, Nq, _), _, (*_, Nk, dv) = self.shapes
-        return choose_tile(Br, Bc, math.prod(lead), Nq, Nk, dv, self.dtype, device.type)
+        """Return Br, Bc and the number of key/value heads that are taken at a time."""
+        Q, K, V = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in self.shapes)
+        at_once = heads_at_once(Br, Bc, Q, K, device.type)
+        heads = Q.shape[:-2].numel() * at_once // max(1, K.shape[:-2].numel())
+        size = heads, Q.shape[-2], K.shape[-2], V.shape[-1], self.dtype, device.type
+        return (*choose_tile(Br, Bc, *size), at_once)
 
     @property
     def flop(self):

@@ -14,14 +14,19 @@ def sizes(case):
     return math.prod(lead), math.prod(kv_lead), Nq, Nk, d, dv, width, max(width, 4)
 
 
+def taken(heads, kv_heads, at_once):
+    """Return how many heads and key/value heads a tile takes."""
+    return (heads * at_once // kv_heads, at_once) if at_once else (heads, kv_heads)
+
+
 def masks(case):
     """Return how many bool masks the band of causal and window takes in a tile that it cuts."""
     window = case.window or (None, None)
     return (case.causal or window[1] is not None) + (window[0] is not None)
 
 
-def forward_bytes(name, case, Br=1, Bc=1):
-    """Return the peak of a forward, the result included.
+def forward_bytes(name, case, Br=1, Bc=1, at_once=None):
+    """Return the peak of a forward, the result included; at_once: key/value heads, None is all.
 
     standard: S and P. flash: a tile each of S_block and O_block; Q_block too where the heads of a
     group become rows of one tile; and what is largest of five columns (m, m_new, correction, l, row
@@ -31,20 +36,23 @@ def forward_bytes(name, case, Br=1, Bc=1):
     """
     heads, kv_heads, Nq, Nk, d, dv, width, wide = sizes(case)
     half, grouped = width < wide, heads > kv_heads and Br < Nq
+    result, L = heads * Nq * dv * width, heads * Nq * 4
+    N_by_N = heads * Nq * Nk
+    heads, kv_heads = taken(heads, kv_heads, at_once)
     column, kv_blocks = wide * heads * Br, wide * kv_heads * Bc * (d + dv) * half
     moment = max(5 * column, 2 * column + Br * Bc * masks(case),
                  2 * column + kv_blocks * (Nk > Bc)) + kv_blocks
     tiles = heads * Br * (Bc + dv + d * (half or grouped))
     beside = {
-        "standard": heads * Nq * Nk * (2 * wide + (width if half else 0)),
+        "standard": N_by_N * (2 * wide + (width if half else 0)),
         "flash": wide * tiles + moment,
-        "fused": heads * Nq * 4,
-        "triton": heads * Nq * 4,
+        "fused": L,
+        "triton": L,
     }
-    return heads * Nq * dv * width + beside[name]
+    return result + beside[name]
 
 
-def backward_bytes(name, case, Br=1, Bc=1):
+def backward_bytes(name, case, Br=1, Bc=1, at_once=None):
     """Return the peak of a forward and a backward, beside Q, K, V and dO.
 
     standard, in the softmax's backward: P, dP, dS, O and dV, and where causal or window hide keys
@@ -64,7 +72,9 @@ def backward_bytes(name, case, Br=1, Bc=1):
         return 3 * wide * heads * Nq * Nk + masked + width * (O + dV) + kept
     copied = half or heads > kv_heads and Br < Nq
     rows = max(d + 3 * dv, 2 * d + dv) + 3 if copied else max(d, dv) + 1
-    held = width * (O + dQ) + wide * (2 * heads * Nq + 2 * heads * Br * Bc) + Br * Bc * masks(case)
+    held = width * (O + dQ) + wide * 2 * heads * Nq
+    heads, kv_heads = taken(heads, kv_heads, at_once)
+    held += wide * 2 * heads * Br * Bc + Br * Bc * masks(case)
     if not half:
         return held + width * (dK + dV) + wide * heads * Br * rows
     held += wide * (dK + dV + kv_heads * Bc * (d + dv))

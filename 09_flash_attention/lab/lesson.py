@@ -47,9 +47,10 @@ def parser(doc, *names):
     return options
 
 
-def begin(options, lengths=None):
-    """Parse, choose the device, say which. Return args, device, the cases (of these lengths)."""
+def begin(options, lengths=None, check=lambda args: None):
+    """Parse, check, choose the device, say which. Return args, device, cases of these lengths."""
     args = options.parse_args()
+    check(args)
     if getattr(args, "plot", None) and importlib.util.find_spec("matplotlib") is None:
         options.error("argument --plot: it needs matplotlib: pip install matplotlib")
     args.device = device = choose(args.device)
@@ -58,18 +59,26 @@ def begin(options, lengths=None):
     return args, device, cases
 
 
-def run_modes(options, modes, what="", prefix="", lengths=LENGTHS, adapt=None, **more):
+def run_modes(options, modes, what="", prefix="", lengths=LENGTHS, adapt=None, unserved=None,
+              **more):
     """Run what --mode asks for, each table as soon as it is there; return the exit status.
 
     modes: {mode: (tool, show)}: tool(cases, Br=, Bc=, device=, seed=, **more) -> rows, and
     show(rows, args, cases) prints them. Or {mode: show(args, device) -> rows}. adapt: of a case of
     the options -> the lesson's case. more: {argument: option} of the tools. what, prefix: of plots.
+    unserved: {mode: options that it can't serve}.
     """
     options.add_argument("--mode", choices=[*modes, "all"], default="verify", help="(verify)")
-    args, device, cases = begin(options, lengths)
+    def check(args):
+        for name in (unserved or {}).get(args.mode, ()):
+            if getattr(args, name):
+                options.error(f"argument --{name.replace('_', '-')}: --mode {args.mode} takes none")
+        if getattr(args, "plot", None) and args.mode not in (*DRAWN, "all"):
+            options.error(f"argument --plot: {' and '.join(DRAWN)} are drawn, "
+                          f"got --mode {args.mode}")
+
+    args, device, cases = begin(options, lengths, check)
     asked = modes if args.mode == "all" else [args.mode]
-    if getattr(args, "plot", None) and not set(DRAWN) & set(asked):
-        options.error(f"argument --plot: {' and '.join(DRAWN)} are drawn, got --mode {args.mode}")
     suite = [adapt(c) for c in cases] if adapt else verify_cases(args, options, device)
     cases = suite if adapt else cases
     more, found = {name: getattr(args, option) for name, option in more.items()}, []
@@ -117,7 +126,7 @@ def cases_of(args, options, device, lengths=LENGTHS):
     if shape.get("dtype") == torch.float64 and device.type == "npu":
         options.error("argument --dtype: the NPU takes no float64, it has no float64 matmul")
     asked = getattr(args, "seq_len", None) or lengths
-    cases = [Case(N, **shape, **_masks(args)) for N in dict.fromkeys(asked)]
+    cases = [Case(N, **shape, **masks(args)) for N in dict.fromkeys(asked)]
     for case in cases:
         need, room = 2 * 4 * sum(map(math.prod, case.shapes)), free_bytes(torch.device("cpu"))
         if need > room:  # they are drawn in float32 and then converted
@@ -131,7 +140,7 @@ def verify_cases(args, options, device):
     if args.seq_len or _shape(args):
         return cases_of(args, options, device)
     refused = torch.float64 if device.type == "npu" else None  # it has no float64 matmul
-    return [replace(c, **_masks(args)) for c in VERIFY_CASES if c.dtype != refused]
+    return [replace(c, **masks(args)) for c in VERIFY_CASES if c.dtype != refused]
 
 
 def _shape(args):
@@ -142,7 +151,7 @@ def _shape(args):
     return {field: value for field, value in given.items() if value is not None}
 
 
-def _masks(args):
+def masks(args):
     window = getattr(args, "window", None)
     return {"causal": getattr(args, "causal", False), "window": tuple(window) if window else None}
 

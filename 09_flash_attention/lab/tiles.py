@@ -2,10 +2,14 @@
 
 import math
 import numbers
+from itertools import product
+
+import torch
 
 AUTO = "auto"
 
 SCORES_BYTES = 2 * 2**20  # suits a CPU's cache: `fast_tiles.py` draws the curve
+LEAST = (256, 128)  # a smaller tile of many heads pays for calls: fewer heads at a time instead
 TIMES_THE_RESULT = 4
 LOG2_E = math.log2(math.e)
 
@@ -20,6 +24,9 @@ def choose_tile(Br, Bc, heads, Nq, Nk, dv, dtype, device_type):
     Raises ValueError for anything but 'auto' and a whole number of at least 1.
     """
     for name, size in (("Br", Br), ("Bc", Bc)):
+        if isinstance(size, torch.Tensor):
+            raise TypeError(f"{name} must be 'auto' or a whole number, got a tensor of shape "
+                            f"{tuple(size.shape)}: a mask is given as attn_mask=")
         whole = isinstance(size, numbers.Integral) and not isinstance(size, bool) and size >= 1
         if not whole and not (isinstance(size, str) and size == AUTO):
             raise ValueError(f"{name} must be 'auto' or a whole number of at least 1, got {size!r}")
@@ -34,6 +41,34 @@ def choose_tile(Br, Bc, heads, Nq, Nk, dv, dtype, device_type):
     if Bc == AUTO:
         Bc = max(1, min(scores // Br, Nk))
     return min(Br, max(Nq, 1)), min(Bc, max(Nk, 1))
+
+
+def heads_at_once(Br, Bc, Q, K, device_type):
+    """Return how many key/value heads to take at a time: all, but for 'auto' on a CPU.
+
+    There their tiles, of 256 x 128 a head or what N leaves of it, take 2 MiB together.
+    """
+    heads = K.shape[:-2].numel()
+    if not Br == Bc == AUTO or device_type != "cpu":
+        return heads
+    rows, cols = min(Q.shape[-2], LEAST[0]), min(K.shape[-2], LEAST[1])
+    group = Q.shape[:-2].numel() // max(heads, 1)
+    scores = max(1, group * rows * cols) * max(Q.dtype.itemsize, 4)
+    return min(heads, max(1, SCORES_BYTES // scores))
+
+
+def head_parts(Q, K, at_once):
+    """Yield (index into Q, index into K) of parts of at most `at_once` key/value heads: tuples of
+    slices over the leading dimensions.
+    """
+    lead = K.shape[:-2]
+    axis = next(a for a in range(len(lead)) if lead[a + 1 :].numel() <= at_once)
+    step = max(1, at_once // max(1, lead[axis + 1 :].numel()))
+    G = Q.shape[axis] // lead[axis]
+    for *outer, start in product(*map(range, lead[:axis]), range(0, lead[axis], step)):
+        whole = [slice(i, i + 1) for i in outer]
+        stop = min(start + step, lead[axis])
+        yield (*whole, slice(G * start, G * stop)), (*whole, slice(start, stop))
 
 
 def exp_(x):

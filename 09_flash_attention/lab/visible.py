@@ -14,6 +14,8 @@ from functools import partial
 
 import torch
 
+from lab.tiles import choose_tile, head_parts, heads_at_once
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -29,6 +31,7 @@ class Visible:
     def __init__(self, Q, K, V, causal=False, q_start=None, window=None, scale=None,
                  attn_mask=None, score_mod=None):
         _check(Q, K, V, q_start, window, scale, attn_mask, score_mod)
+        self.options = causal, q_start, window, scale, attn_mask, score_mod
         self.lead = K.shape[:-2]  # [B, Hkv], or whatever stands before N
         self.X = self.lead.numel()
         heads, kv_heads = (Q.shape[-3], K.shape[-3]) if Q.dim() > 3 else (1, 1)
@@ -36,6 +39,7 @@ class Visible:
         self.Nq, self.Nk = Q.shape[-2], K.shape[-2]
         self.scale = 1 / math.sqrt(Q.shape[-1]) if scale is None else float(scale)
         self.dtype = Q.dtype if Q.dtype.itemsize >= 4 else torch.float32  # of m, l, O, the scores
+        self.finite = torch.finfo(self.dtype).min, torch.finfo(self.dtype).max
         self.q_start = self.Nk - self.Nq if q_start is None else int(q_start)
         # Query i sees the keys from q_start + i - left to q_start + i + right.
         unbounded = self.Nq + self.Nk + abs(self.q_start)
@@ -73,6 +77,31 @@ class Visible:
         if x.dim() > 3 and x.shape[-3] > 1:
             return x.unflatten(-3, (self.lead[-1], self.G))
         return x.unsqueeze(-3)
+
+    def parts(self, Br, Bc, queries, keys):
+        """Yield (visible, Br, Bc, queries, keys), of as many heads as suit the tile at a time.
+
+        queries: Q, and what else has its leading dimensions; keys: K, V, and theirs. With 'auto'
+        tiles on a CPU the heads may come in several parts, each with a Visible of its own.
+        """
+        Q, K, V = queries[0], *keys[:2]
+        at_once = heads_at_once(Br, Bc, Q, K, Q.device.type)
+        for q, k in head_parts(Q, K, at_once) if at_once < self.X else [((), ())]:
+            part = Visible(Q[q], K[k], V[k], *self.options[:4], *self._of_heads(q)) if q else self
+            size = Q[q].shape[:-2].numel(), self.Nq, self.Nk, V.shape[-1], Q.dtype, Q.device.type
+            yield (part, *choose_tile(Br, Bc, *size), [x[q] for x in queries], [x[k] for x in keys])
+
+    def _of_heads(self, q):
+        """Return attn_mask and score_mod of the heads of `q`, slices of Q's leading dimensions."""
+        attn_mask, score_mod = self.options[4:]
+        if attn_mask is not None:
+            sides = reversed(list(zip(reversed(q[: len(self.lead)]), attn_mask.shape[-3::-1])))
+            attn_mask = attn_mask[tuple(s if n > 1 else slice(None) for s, n in sides)]
+        if score_mod is None:
+            return attn_mask, None
+        b0, h0 = q[0].start, q[1].start if len(q) > 1 else 0
+        return attn_mask, lambda score, b, h, q_idx, kv_idx: score_mod(
+            score, b + b0, h + h0, q_idx, kv_idx)
 
     # What is visited
 
@@ -144,7 +173,7 @@ class Visible:
         then exp(0) = 1 and P_block exp(-inf) = 0, while -inf - -inf would be NaN.
         """
         shape = (self.X, self.G * (rows.stop - rows.start))
-        m = V.new_full((*shape, 1), torch.finfo(self.dtype).min, dtype=self.dtype)
+        m = V.new_full((*shape, 1), self.finite[0], dtype=self.dtype)
         return m, torch.zeros_like(m), m.new_zeros(*shape, V.shape[-1])
 
     def score_blocks(self, Q, K, V, rows, Bc, scratch):
@@ -180,6 +209,8 @@ class Visible:
         if self.attn_mask is not None:
             bias, seen = self._mask_tile(rows, cols)
             if bias is not None:
+                if bias.dtype.itemsize > self.dtype.itemsize:  # its finite numbers stay finite
+                    bias = bias.clamp(*self.finite)
                 S = S.add_(bias)
             S = S.masked_fill_(~seen, -math.inf)
         S_block = self._hide_band(S.view(S_block.shape), rows, cols)
@@ -264,12 +295,12 @@ def _check(Q, K, V, q_start, window, scale, attn_mask, score_mod):
         raise ValueError("K must have Q's leading dimensions, or with [B, H, N, d] a number of "
                          f"heads that divides Q's, {shapes}")
     if q_start is not None and not _is_int(q_start):
-        raise ValueError(f"q_start must be an int within 2^31 or None, got {q_start!r}")
+        raise ValueError(f"q_start must be an int within 2^32 or None, got {q_start!r}")
     if window is not None and not (isinstance(window, (tuple, list)) and len(window) == 2
                                    and all(w is None or _is_int(w) and w >= 0 for w in window)):
-        raise ValueError("window must be (left, right), each an int from 0 to 2^31 or None, "
+        raise ValueError("window must be (left, right), each an int from 0 to 2^32 or None, "
                          f"got {window!r}")
-    if scale is not None and not (isinstance(scale, numbers.Real) and abs(scale) < 1e300):
+    if scale is not None and not (isinstance(scale, numbers.Real) and -1e300 < scale < 1e300):
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     if score_mod is not None and Q.dim() > 4:
         raise ValueError(f"score_mod takes [B, H, N, d] or fewer dimensions, {shapes}")
@@ -280,6 +311,8 @@ def _check(Q, K, V, q_start, window, scale, attn_mask, score_mod):
 def _check_mask(attn_mask, scores, device):
     if not isinstance(attn_mask, torch.Tensor) or attn_mask.dtype != torch.bool:
         _check_floating("attn_mask", attn_mask, "bool, ")
+    elif attn_mask.layout != torch.strided:
+        raise TypeError(f"attn_mask must be a dense tensor, got one of layout {attn_mask.layout}")
     if attn_mask.device != device:
         raise ValueError(f"attn_mask must be on Q's device {device}, got {attn_mask.device}")
     sides = zip(reversed(attn_mask.shape), reversed(scores))
@@ -293,8 +326,11 @@ def _check_floating(name, tensor, also=""):
         given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(f"{name} must be a {also}float16, bfloat16, float32 or float64 tensor, "
                         f"got {given}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout "
+                        f"{'nested' if tensor.is_nested else tensor.layout}")
 
 
 def _is_int(value):
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return whole and abs(int(value)) <= 2**31  # as positions they are added in int64
+    return whole and abs(int(value)) <= 2**32  # as positions they are added in int64
