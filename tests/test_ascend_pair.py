@@ -1,4 +1,4 @@
-"""ascend_pair.py: the torch and torch_npu of each CANN and Python, or one line why there is none."""
+"""ascend_pair.py: the torch and torch_npu of each CANN and Python, or one line why none fits."""
 
 import subprocess
 import sys
