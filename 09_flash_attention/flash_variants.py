@@ -23,6 +23,7 @@ from common import cli
 from common.report import console, plotted, track
 from flash_attention import flash_attention_forward, standard_attention
 from lab.bench import Candidate, VerifyRow, verify
+from lab.judge import floor
 from lab.show import print_verify
 from lab.visible import Visible
 
@@ -180,9 +181,9 @@ def check_variant(name, case, Br=64, Bc=64, *, device="cpu", seed=0):
     def oracle(case, Q, K, V):
         score_mod = VARIANTS[name](case.Nq, heads, "cpu").get("score_mod")
         O, terms = (reference(name, Q, K, x, score_mod) for x in (V, V.abs()))
-        # A score's rounding grows with its terms: at most the norms of its query and its key.
+        # The terms of a score are at most the norms of its query and its key: see `floor`.
         t = case.d**-0.5 * math.prod(x.cpu().double().norm(dim=-1).max().item() for x in (Q, K))
-        return [(O, (1 + t) * terms)]
+        return [(O, floor(case.dtype, (1 + 2 * t) * terms, terms + O.abs()))]
 
     flash = partial(flash_attention_forward, Br=Br, Bc=Bc)
     [row] = verify(case, [Candidate("standard", partial(call, standard_attention)),

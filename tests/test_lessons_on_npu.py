@@ -5,6 +5,7 @@ Not here: what compiles or runs the Triton kernel, which no simulation serves.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,12 +85,56 @@ def test_every_lesson_is_run():
     assert lessons == set(LESSONS)
 
 
+def on_a_card(*options, **switches):
+    """Run flash_attention.py on a simulated card; return how it ended."""
+    tests = ROOT / "tests"
+    path = f"{tests / 'simulated_npu'}:{switches.pop('PYTHONPATH', '')}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **switches}
+    return subprocess.run(
+        [sys.executable, ROOT / "09_flash_attention" / "flash_attention.py", "--device", "npu:0",
+         *options], env=environment, text=True, capture_output=True, timeout=300)
+
+
 def test_verify_on_a_card_says_that_the_triton_kernel_needs_triton_ascend():
     pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "simulated_npu")}
-    done = subprocess.run(
-        [sys.executable, ROOT / "09_flash_attention" / "flash_attention.py", "--device", "npu:0",
-         "--seq-len", "32"], env=environment, text=True, capture_output=True)
+    done = on_a_card("--seq-len", "32")
     assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stdout.splitlines() if line.startswith("triton: ")]
     assert "pip install triton-ascend==3.2.0 pybind11, and a C++ compiler" in line
+
+
+def test_a_kernel_that_a_card_refuses_fails_for_itself_in_every_mode(tmp_path):
+    """The likely first run on an Ascend image with triton-ascend: its compiler takes no tile."""
+    file = tmp_path / "rows.json"
+    done = on_a_card("--mode", "all", "--seq-len", "32", "--json", str(file),
+                     PYTHONPATH=str(ROOT / "tests" / "simulated_triton_ascend"))
+    assert done.returncode == 1 and done.stderr.count("\n") <= 1, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    failed = [row for row in rows if "overflow" in row.get("why", "")]
+    assert [(row["tool"], row["name"]) for row in failed] == [
+        ("verify", "triton"), ("memory", "triton"), ("speed", "triton")]
+    assert all("\n" not in row["why"] for row in failed)
+    others = [row for row in rows if row["tool"] != "trace" and row not in failed]
+    assert len(others) == 7 and all(row.get("passed", True) for row in others)
+    assert all(row.get("peak_bytes", 1) and row.get("seconds", 1) for row in others)
+
+
+def test_a_card_without_memory_is_told_in_one_line_or_in_its_rows():
+    done = on_a_card("--mode", "verify", "--seq-len", "64", SIMULATED_NPU_GIB="0.00005")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "no room in memory" in done.stderr
+    done = on_a_card("--mode", "memory", "--seq-len", "256", SIMULATED_NPU_GIB="0.0008")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\| standard +\| 1x256x64 +\| no room", done.stdout)
+    assert re.search(r"\| flash +\| 1x256x64 +\| 0\.", done.stdout)
+
+
+def test_an_old_cann_whose_fused_operator_takes_no_float32_fails_that_row_alone():
+    done = on_a_card("--mode", "speed", "--seq-len", "64", SIMULATED_NPU_OLD_CANN="1")
+    assert done.returncode == 1 and "failed: fused 1x64x64: " in done.stdout
+
+
+def test_half_types_and_windows_verify_on_a_card():
+    for options in ("--dtype bfloat16 --causal", "--window 3 0", "--dtype float16 --heads 2"):
+        done = on_a_card("--seq-len", "40", *options.split())
+        assert done.returncode == 0 and "FAIL" not in done.stdout, done.stdout + done.stderr

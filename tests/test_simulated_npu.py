@@ -250,6 +250,38 @@ def the_timed_region_works_on_the_card_alone():
     assert all(row.seconds > 0 for row in rows)
 
 
+@checks
+def the_dear_exp2_is_not_taken_on_a_card():
+    case = flash_attention.Case(64, causal=True)
+    simulation.clear()
+    inputs = case.inputs("npu:0", 0, dO=True)
+    flash_backward.candidates(case, 16, 16, "npu:0")[1].call(*inputs)
+    names = {name for name, _ in simulation.launches}
+    assert "aten::exp_" in names and not any("exp2" in name or "pow" in name for name in names)
+
+
+@checks
+def fused_attention_is_left_out_where_older_operators_are_wrong():
+    def named(case):
+        return [c.name for c in flash_attention.candidates(case, device="npu:0")]
+
+    assert named(flash_attention.Case(8)) == ["standard", "flash", "fused"]
+    assert named(flash_attention.Case(8, dv=32)) == ["standard", "flash"]
+    with pytest.raises(ValueError, match="V must have Q's last dimension .* got 32 and 64"):
+        bench_case = flash_attention.Case(8, dv=32)
+        flash_attention.fused_attention(*bench_case.inputs("npu:0", 0))
+
+
+@checks
+def the_oracle_is_float64_and_the_card_is_asked_for_none():
+    case = flash_attention.Case(32, causal=True)
+    Q, K, V = case.inputs("npu:0", 0)
+    [(O, _)] = exact(case, Q, K, V)
+    assert O.dtype == torch.float64 and O.device.type == "cpu"
+    rounded = O.float().double()
+    assert (O - rounded).abs().max() > 0  # or the digits beyond float32 would be zeros
+
+
 # ---- What the script does
 
 
@@ -303,8 +335,10 @@ if __name__ == "__main__":
         from common.device import choose  # before torch: see there
 
         import flash_attention
+        import flash_backward
         import torch
         from lab import bench
+        from lab.judge import exact
         from common import timing
         from common.memory import measure_peak
         from common.profiling import profile_call

@@ -49,7 +49,7 @@ def heads_at_once(Br, Bc, Q, K, device_type):
     There their tiles, of 256 x 128 a head or what N leaves of it, take 2 MiB together.
     """
     heads = K.shape[:-2].numel()
-    if not Br == Bc == AUTO or device_type != "cpu":
+    if not (isinstance(Br, str) and isinstance(Bc, str)) or device_type != "cpu":
         return heads
     rows, cols = min(Q.shape[-2], LEAST[0]), min(K.shape[-2], LEAST[1])
     group = Q.shape[:-2].numel() // max(heads, 1)

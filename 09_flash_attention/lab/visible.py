@@ -300,7 +300,7 @@ def _check(Q, K, V, q_start, window, scale, attn_mask, score_mod):
                                    and all(w is None or _is_int(w) and w >= 0 for w in window)):
         raise ValueError("window must be (left, right), each an int from 0 to 2^32 or None, "
                          f"got {window!r}")
-    if scale is not None and not (isinstance(scale, numbers.Real) and -1e300 < scale < 1e300):
+    if scale is not None and not _is_finite(scale):
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     if score_mod is not None and Q.dim() > 4:
         raise ValueError(f"score_mod takes [B, H, N, d] or fewer dimensions, {shapes}")
@@ -329,6 +329,13 @@ def _check_floating(name, tensor, also=""):
     if tensor.layout != torch.strided or tensor.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got one of layout "
                         f"{'nested' if tensor.is_nested else tensor.layout}")
+
+
+def _is_finite(value):
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(float(value))
+    except OverflowError:
+        return False
 
 
 def _is_int(value):

@@ -329,3 +329,47 @@ def test_a_wrong_kernel_fails_verify(monkeypatch):
     monkeypatch.setattr(flash_triton, "flash_attention_triton", lambda Q, K, V, causal: V * 0)
     rows = flash_attention.compare_and_verify([Case(20)])
     assert [(row.name, row.passed) for row in rows] == [("flash", True), ("triton", False)]
+
+
+# Chips whose compilers or loads differ
+
+
+def test_where_a_tile_does_not_fit_the_next_smaller_is_taken_and_remembered(monkeypatch):
+    tried, real = [], flash_triton.flash_attention_kernel
+    Br, Bc = (flash_triton.flash_attention_kernel.arg_names.index(name) for name in ("Br", "Bc"))
+
+    class Chip:
+        def __getitem__(self, grid):
+            def launch(*given, **options):
+                tried.append((given[Br], given[Bc]))
+                if given[Br] * given[Bc] > 32 * 64:
+                    raise ValueError("[ERROR]\nub overflow, requires 2 bits while 1 bits available")
+                return real[grid](*given, **options)
+            return launch
+
+    monkeypatch.setattr(flash_triton, "flash_attention_kernel", Chip())
+    monkeypatch.setattr(flash_triton, "fitting", {})
+    monkeypatch.setattr(flash_triton, "platform_of", lambda device: "npu")
+    for _ in range(2):
+        check(*inputs(20, 40, dtype=torch.float32), tile=None)
+    assert tried == [(128, 128), (64, 64), (32, 64), (32, 64)]
+    with pytest.raises(ValueError, match="ub overflow"):  # what was asked for is not replaced
+        check(*inputs(20, 40, dtype=torch.float32), tile=(64, 64, 4, 1))
+
+
+def test_an_error_that_is_no_overflow_is_not_tried_again(monkeypatch):
+    class Chip:
+        def __getitem__(self, grid):
+            raise RuntimeError("device lost")
+
+    monkeypatch.setattr(flash_triton, "flash_attention_kernel", Chip())
+    with pytest.raises(RuntimeError, match="device lost"):
+        flash_attention_triton(*inputs(dtype=torch.float32))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [31, 64])
+def test_a_chip_that_loads_nan_outside_gives_the_same(monkeypatch, d, causal):
+    monkeypatch.setattr(flash_triton, "OUTSIDE", triton.language.constexpr(math.nan))
+    check(*inputs(40, 70, d, dtype=torch.float32), causal=causal)
