@@ -172,11 +172,16 @@ def _cpu_memory():
 
 
 def free_bytes(device):
-    """Return the bytes that `device` can still hand out; on a CPU to this process: the least of
-    what is free and what the limits of the process and of its control groups leave.
+    """Return the bytes that `device` can still hand out, what its allocator keeps unused included;
+    on a CPU to this process: the least of what is free and what the limits of the process and of
+    its control groups leave.
     """
     if device.type != "cpu":
-        return accelerator(device.type).mem_get_info(device)[0]
+        runtime = accelerator(device.type)
+        stats = runtime.memory_stats(device)
+        kept, used = (stats.get(f"{what}_bytes.all.current", 0)
+                      for what in ("reserved", "allocated"))
+        return runtime.mem_get_info(device)[0] + kept - used
     return max(0, min([_free_of_machine(), *_left_of_address_space(), *_left_of_groups()]))
 
 
