@@ -13,11 +13,14 @@ from typing import Optional
 
 sys.path.insert(0, dirname(realpath(__file__)))  # `python -I` leaves it out
 from lab import lesson
-from common import cli
+from common import cli, files
 from common.profiling import profile_call
 from common.report import console, mib, print_table, track
 from common.timing import ratio, time_in_turn
 from flash_attention import flash_attention_forward, standard_attention
+from lab.bench import need_room
+from lab.cases import Case
+from lab.formulas import forward_bytes
 from lab.show import ms, print_reasons
 from mini_gpt import CausalSelfAttention
 
@@ -40,6 +43,7 @@ class ProductRow:
 
 def time_products(case, device, seed=0):
     """Phase 1: time Q K^T, softmax and P V in turn with standard attention. Return ProductRows."""
+    need_room(f"phase 1 {case.shape}", 2 * forward_bytes("standard", case), device)
     Q, K, V = case.inputs(device, seed)
     S = Q @ K.transpose(-2, -1)  # [..., N, N]
     P = torch.softmax(S, dim=-1)
@@ -74,6 +78,8 @@ class ModuleRow:
 @torch.no_grad()
 def compare_modules(N, device, dtype=torch.float32, n_embd=384, n_head=6, seed=0):
     """Phase 8: one set of weights, one input, each attention in turn. Return ModuleRows."""
+    inside = Case(N, heads=n_head, d=n_embd // n_head, dtype=dtype)
+    need_room(f"phase 8 1x{N}x{n_embd}", forward_bytes("standard", inside), device)
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
         torch.default_generator.manual_seed(seed)
         modules = {name: CausalSelfAttention(n_embd, n_head, name)
@@ -135,9 +141,17 @@ SHOW = {1: show_phase_1, 7: show_phase_7, 8: show_phase_8}
 def main():
     options = lesson.parser(__doc__, "device", "dtype", "seq-len", "causal", "seed", "json")
     options.add_argument("--phase", type=int, choices=SHOW, help="(all three)")
-    options.add_argument("--traces", metavar="DIR", type=cli.folder_to_write,
-                         default="results/traces", help="where phase 7 writes (results/traces)")
-    args, device, cases = lesson.begin(options, lengths=(1024,))
+    options.add_argument("--traces", metavar="DIR", default="results/traces",
+                         help="where phase 7 writes (results/traces)")
+
+    def check(args):
+        try:
+            if args.phase in (None, 7):
+                files.refuse_folder(args.traces)
+        except OSError as fault:
+            options.error(f"argument --traces: {fault}")
+
+    args, device, cases = lesson.begin(options, (1024,), check)
     rows = []
     for phase in [args.phase] if args.phase else SHOW:
         rows += [(f"phase {phase}", row) for row in SHOW[phase](cases, args, device)]

@@ -23,6 +23,7 @@ from common.timing import time_call
 from flash_attention import standard_attention
 from flash_backward import flash_attention
 from flash_decoding import KVCache
+from lab.bench import need_room
 from lab.fused import fused_attention
 
 import torch
@@ -322,6 +323,9 @@ def main():
         training = new()
     except ValueError as refusal:
         options.error(str(refusal))
+    held = args.batch * args.heads * args.seq_len**2 * 4  # of the N x N matrices of a layer
+    if "standard" in args.attention:
+        need_room("a step with standard attention", held * (args.layers + 2), device)
     peaks = measure_steps(new())
     console.print(f"training on {len(text)} letters, {len(training.vocabulary)} different ones")
     train(training, args.steps)

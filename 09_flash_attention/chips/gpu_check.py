@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Optional
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the lessons and `lab`
+chips = Path(__file__).resolve().parent
+sys.path[:0] = [str(chips.parent), str(chips)]  # for the lessons and `lab`; `python -I` has neither
 
 from lab.bench import Candidate, benchmark, profile, verify as verify_candidates
 from common import cli

@@ -99,10 +99,7 @@ def verify(case, candidates, *, device, seed=0, dO=False, oracle=exact, factor=2
     Raises Refused where the oracle's N x N matrices don't fit into memory.
     """
     (*lead, Nq, _), (*_, Nk, _), _ = case.shapes
-    need, room = 8 * 8 * math.prod(lead) * Nq * Nk, free_bytes(torch.device("cpu"))
-    if need > room:
-        raise Refused(f"verify {case.shape} needs {need / 2**30:.0f} GiB for float64 on the CPU, "
-                      f"{room / 2**30:.0f} GiB are free: take a smaller one")
+    need_room(f"verify {case.shape}", 8 * 8 * math.prod(lead) * Nq * Nk, torch.device("cpu"))
     inputs = case.inputs(device, seed, dO)
     references = oracle(case, *inputs)
     first, *others = candidates
@@ -183,6 +180,14 @@ def add_times(rows, calls, case, device, flop, stream):
             row.ratio_to_standard, row.ratio_spread = ratio(
                 rounds[rows[0].name], rounds[row.name])
         row.why = rounds.doubt(row.name, row.ratio_spread)
+
+
+def need_room(what, need, device):
+    """Raise Refused where fewer bytes are free than `what` needs: its N x N matrices."""
+    room = free_bytes(device)
+    if need > room:
+        raise Refused(f"{what} needs {need / 2**30:.1f} GiB on {device}, {room / 2**30:.1f} GiB "
+                      "are free: take a smaller one")
 
 
 def check_room(candidate, device):

@@ -9,6 +9,8 @@ import articles
 import cross_reference
 import pytest
 import torch
+from common import cli
+from lab import bench
 from lab.cases import Case
 from cross_reference import compare_modules, time_products
 from common.profiling import profile_call
@@ -78,6 +80,34 @@ def test_all_phases_run_from_the_command_line(tmp_path):
     assert tools == {"phase 1", "phase 7", "phase 8"}
     names = sorted(p.name for p in (tmp_path / "t").iterdir())
     assert names == ["flash_1x64x64.json", "standard_1x64x64.json"]
+
+
+@pytest.mark.parametrize("phase", [1, 8])
+def test_a_length_without_room_is_one_line_and_exit_2(phase, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "free_bytes", lambda device: 2**20)
+    monkeypatch.setattr(sys, "argv", ["cross_reference.py", "--phase", str(phase), "--device",
+                                      "cpu", "--seq-len", "512"])
+    with pytest.raises(SystemExit) as ended:
+        cli.serve(cross_reference.main)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and len(said.splitlines()) == 1 and f"phase {phase}" in said
+
+
+def test_traces_that_can_not_be_written_are_refused_before_the_work(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cross_reference.py", "--traces", "/proc/traces"])
+    with pytest.raises(SystemExit) as ended:
+        cli.serve(cross_reference.main)
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == "" and "argument --traces: " in said.err
+
+
+def test_json_of_every_phase_is_strict(tmp_path, monkeypatch):
+    file = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["cross_reference.py", "--phase", "1", "--seq-len", "64",
+                                      "--device", "cpu", "--json", str(file)])
+    assert cross_reference.main() == 0
+    rows = json.loads(file.read_text(), parse_constant=pytest.fail)["rows"]
+    assert [row["tflops"] is None for row in rows] == [False, False, True, False]
 
 
 def test_the_claims_that_arithmetic_settles():

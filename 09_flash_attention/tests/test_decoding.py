@@ -1,7 +1,9 @@
 """The KV cache, split keys, and the merge of parts by their m and l."""
 
 import math
+import sys
 
+import flash_decoding
 import pytest
 import torch
 from common.timing import count_launches
@@ -192,6 +194,13 @@ def test_parts_run_side_by_side_so_that_launches_fall_with_the_splits():
 def test_wrong_splits_are_refused(splits):
     with pytest.raises(ValueError, match="splits must be .* got"):
         split_kv_attention(*inputs(1, 8), splits)
+
+
+def test_fewer_key_value_heads_divide_the_default_of_heads(monkeypatch, capsys):
+    options = "--seq-len 64 --kv-heads 2 --splits 2 --device cpu"
+    monkeypatch.setattr(sys, "argv", ["flash_decoding.py", *options.split()])
+    assert flash_decoding.main() == 0
+    assert "1x8x1x64 1x2x64x64 1x2x64x64" in capsys.readouterr().out
 
 
 # The cache

@@ -2,11 +2,13 @@
 
 import json
 import sys
+import warnings
 
 import mini_gpt
 import pytest
 import torch
 from common import cli
+from cross_reference import compare_modules
 from mini_gpt import MiniGPT, Training, compare, generate, measure_steps, train
 
 TEXT = mini_gpt.TEXT.read_text()
@@ -95,6 +97,8 @@ def test_with_the_cache_one_letter_is_read_a_step():
         (["--heads", "3"], "n_head must divide n_embd"),
         (["--seq-len", "20000"], "longer than N 20000"),
         (["--text", "no/such/file"], "No such file"),
+        (["--embd", "100000", "--heads", "1"], "no room in memory"),
+        (["--seq-len", "10000", "--batch", "64"], "a step with standard attention needs"),
     ],
 )
 def test_what_can_not_be_served_ends_with_one_line_and_2(monkeypatch, capsys, options, words):
@@ -103,6 +107,50 @@ def test_what_can_not_be_served_ends_with_one_line_and_2(monkeypatch, capsys, op
         cli.serve(mini_gpt.main)
     shown = capsys.readouterr().err
     assert ended.value.code == 2 and len(shown.splitlines()) == 1 and words in shown
+
+
+def test_it_generates_in_bfloat16_with_its_cache():
+    model, prompt = model_of().to(torch.bfloat16), torch.tensor([[1, 2, 3]])
+    assert generate(model, prompt, 40).shape == (1, 43)
+
+
+def test_more_tokens_than_the_context_are_refused_by_name():
+    model = model_of()
+    with pytest.raises(ValueError, match="tokens must be at most N 32, got 33"):
+        model(torch.zeros(1, 33, dtype=torch.long))
+    caches = model.new_caches(1)
+    model(torch.zeros(1, 32, dtype=torch.long), caches)
+    with pytest.raises(ValueError, match="at most N 32, got 33"):
+        model(torch.zeros(1, 1, dtype=torch.long), caches)
+
+
+def test_the_callers_random_state_stays_as_it_is():
+    before = torch.get_rng_state()
+    Training(TEXT, SMALL)
+    compare_modules(8, torch.device("cpu"), n_embd=12, n_head=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("text", [" " * 100, "\n \t" * 30, "x" * 100, "no" * 50, "汉字" * 40])
+def test_any_text_trains_and_samples(text, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "text"
+    file.write_text(text, encoding="utf-8")
+    options = [*SMALL_RUN, "--steps", "3", "--text", str(file), "--plot", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["mini_gpt.py", *options])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mini_gpt.main() == 0
+    assert "the same text" in capsys.readouterr().out
+
+
+def test_a_text_in_gbk_is_refused_and_not_turned_into_other_letters(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "text"
+    file.write_bytes(("注意力" * 50).encode("gbk"))
+    monkeypatch.setattr(sys, "argv", ["mini_gpt.py", *SMALL_RUN, "--text", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        cli.serve(mini_gpt.main)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and len(said.splitlines()) == 1 and "UTF-8 is read" in said
 
 
 def test_wrong_input_raises_and_names_what_was_given():

@@ -148,6 +148,16 @@ def test_trace_visits_the_tiles_that_are_drawn():
     assert "0.245, 0.090, 0.665" in shown
 
 
+def test_trace_serves_the_options_that_shape_it(monkeypatch, capsys):
+    options = ("--mode trace --seq-len 5 8 --head-dim 3 --br 3 --bc auto --window 1 0 "
+               "--dtype float64")
+    monkeypatch.setattr(sys, "argv", ["flash_attention.py", *options.split()])
+    assert flash_attention.main() == 0
+    out = capsys.readouterr().out
+    assert "5 queries, 5 keys, d = 3, 3x5 tiles" in out and "8 queries, 8 keys" in out
+    assert re.search(r"largest difference .*e-1[5-9]", out)
+
+
 # The command line
 
 
@@ -219,6 +229,8 @@ def test_it_runs_from_its_own_folder():
     (["--device", "cuda"], ["cuda", "GPU"]),
     (["--device", "tpu"], ["tpu", "npu"]),
     (["--json", "/dev/null/x.json", "--seq-len", "8"], ["/dev/null"]),
+    (["--plot", "figures"], ["--plot", "memory and speed", "verify"]),
+    (["--mode", "trace", "--heads", "2"], ["--heads", "trace"]),
 ])
 def test_what_cannot_be_served_is_one_line_and_exit_2(arguments, words, monkeypatch, capsys):
     if "cuda" in arguments and torch.cuda.is_available():
