@@ -95,7 +95,7 @@ def test_the_surface_is_what_all_wheels_have(tmp_path):
         with zipfile.ZipFile(tmp_path / name, "w") as wheel:
             for file, text in files.items():
                 wheel.writestr(file, text)
-    script = [sys.executable, str(TESTS.parent / "scripts" / "torch_npu_surface.py")]
+    script = [sys.executable, str(TESTS / "torch_npu_surface.py")]
     wheels = [str(tmp_path / "old"), str(tmp_path / "new"), "--out", str(tmp_path / "out.json")]
     subprocess.run(script + wheels, check=True)
     found = json.loads((tmp_path / "out.json").read_text())

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,20 +149,7 @@ def ascend_compiler(folder):
     backend["NPUUtils"] = lambda: SimpleNamespace(get_arch=lambda: ASCEND)
     said = subprocess.run([binaries / "bishengir-compile", "--help-hidden"], capture_output=True)
     keeps, seen = b"save-temps" in said.stdout, {}
-
-    def run_and_keep(command, **options):
-        if Path(command[0]).name == "bishengir-compile" and keeps:
-            command = [*command, f"--save-temps={seen['folder']}"]
-        for _ in range(3):  # both compilers crash now and then, on inputs that they take next time
-            done = subprocess.run(command, **{**options, "check": False})
-            seen["said"] = done.stderr.decode()
-            if done.returncode >= 0:
-                break
-            seen["said"] = f"{Path(command[0]).name} ended by signal {-done.returncode}"
-        done.check_returncode()
-        return done
-
-    backend["subprocess"] = SimpleNamespace(run=run_and_keep)
+    backend["subprocess"] = SimpleNamespace(run=partial(run_and_keep, seen, keeps))
 
     def compile_source(source):
         with tempfile.TemporaryDirectory() as folder:
@@ -174,6 +162,22 @@ def ascend_compiler(folder):
             return planned_bytes(Path(folder, "module.hivm.opt.mlir").read_text()) if keeps else {}
 
     return compile_source
+
+
+def run_and_keep(seen, keeps, command, **options):
+    """Run a compiler as subprocess.run does. What it says goes to seen["said"]; where it keeps its
+    plan, that goes to seen["folder"].
+    """
+    if Path(command[0]).name == "bishengir-compile" and keeps:
+        command = [*command, f"--save-temps={seen['folder']}"]
+    for _ in range(3):  # both compilers crash now and then, on inputs that they take next time
+        done = subprocess.run(command, **{**options, "check": False})
+        seen["said"] = done.stderr.decode()
+        if done.returncode >= 0:
+            break
+        seen["said"] = f"{Path(command[0]).name} ended by signal {-done.returncode}"
+    done.check_returncode()
+    return done
 
 
 def refusal(said):

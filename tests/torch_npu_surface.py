@@ -1,6 +1,6 @@
 """Write down what torch_npu offers of what this repository calls, from its wheels' own text.
 
-    python scripts/torch_npu_surface.py WHEEL [WHEEL ...] [--out FILE]
+    python tests/torch_npu_surface.py WHEEL [WHEEL ...] [--out FILE]
 
 The wheels are read, never imported. tests/torch_npu_surface.json is the result for three of them.
 For each name it holds the parameters that a call may use with every wheel ('*': what follows goes
