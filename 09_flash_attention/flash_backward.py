@@ -68,8 +68,8 @@ def flash_attention_backward(dO, Q, K, V, O, m, l, Br=64, Bc=64, **options):
     score_mod, whose derivative is missing here. The gradients have the shapes and dtypes of Q, K,
     V. Sums are float32 for float16 and bfloat16, also over the query heads that read one key/value
     head. A row that saw no key passes 0 on. NaN or inf in K or V reaches each query of a tile in
-    which some query sees that key. Equal input gives equal bits. The tiles are walked as in the forward, the keys
-    inside; in the paper the queries are, so that dK and dV can stay on the chip.
+    which some query sees that key. Equal input gives equal bits. The tiles are walked as in the
+    forward, the keys inside; in the paper the queries are, so that dK and dV can stay on the chip.
     """
     visible = Visible(Q, K, V, **options)
     if visible.score_mod is not None:
