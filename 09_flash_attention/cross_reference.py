@@ -21,6 +21,7 @@ from flash_attention import flash_attention_forward, standard_attention
 from lab.bench import need_room
 from lab.cases import Case
 from lab.formulas import forward_bytes
+from lab.fused import NO_HALF_PRODUCT
 from lab.show import ms, print_reasons
 from mini_gpt import CausalSelfAttention
 
@@ -152,6 +153,10 @@ def main():
             options.error(f"argument --traces: {fault}")
 
     args, device, cases = lesson.begin(options, (1024,), check)
+    half = cases[0].dtype == torch.float16 and device.type == "cpu"
+    if half and NO_HALF_PRODUCT and args.phase != 7:
+        options.error("argument --dtype: torch before 2.2 multiplies no float16 on a CPU, "
+                      "and phases 1 and 8 do: take bfloat16")
     rows = []
     for phase in [args.phase] if args.phase else SHOW:
         rows += [(f"phase {phase}", row) for row in SHOW[phase](cases, args, device)]

@@ -133,14 +133,19 @@ def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None
     return (O, *m_l) if return_m_l else (O, m_l[0] + m_l[1].log()) if return_lse else O
 
 
-def attend_in_tiles(visible, Br, Bc, queries, keys):
-    """Fill O, and m and l where asked for. queries: Q, O(, m, l); keys: K, V."""
+def attend_in_tiles(visible, Br, Bc, queries, keys, step=None):
+    """Fill O, and m and l where asked for. queries: Q, O(, m, l); keys: K, V. step: for a trace."""
+    step = step or online_softmax_step
     (Q, O, *m_l), (K, V) = queries, keys
     scratch = Q.new_empty(visible.X * visible.G * Br * Bc, dtype=visible.dtype)
     for rows in visible.query_blocks(Br):
-        m, l, O_block = visible.start(V, rows)
+        # m is the lowest finite number and not -inf: where a tile hides a whole row, correction is
+        # then exp(0) = 1 and P_block exp(-inf) = 0, while -inf - -inf would be NaN.
+        shape = visible.X, visible.G * (rows.stop - rows.start)
+        m = Q.new_full((*shape, 1), visible.finite[0], dtype=visible.dtype)  # [X, G*Br, 1]
+        l, O_block = torch.zeros_like(m), m.new_zeros(*shape, V.shape[-1])  # [X, G*Br, 1 or dv]
         for _, S_block, V_block in visible.score_blocks(Q, K, V, rows, Bc, scratch):
-            m, l, O_block = online_softmax_step(m, l, O_block, S_block, V_block)
+            m, l, O_block = step(m, l, O_block, S_block, V_block)
         O_block.div_(l.masked_fill(l == 0, 1))  # l = 0: saw no key
         visible.store((O, *m_l), rows, (O_block, m, l))
         del m, l, O_block  # or those of the next rows would stand beside them
@@ -224,20 +229,22 @@ class TraceRow:
 
 def trace(Q, K, V, Br=2, Bc=2, **options):
     """Walk the tiles of one small [N, d] attention: a TraceRow a query and tile; and return O."""
-    visible = Visible(Q, K, V, **options)
-    Br, Bc = choose_tile(Br, Bc, 1, len(Q), len(K), V.shape[1], Q.dtype, Q.device.type)
-    steps, scratch = [], Q.new_empty(Br * Bc, dtype=visible.dtype)
-    for rows in visible.query_blocks(Br):
-        m, l, O_block = visible.start(V, rows)
-        for cols, S_block, V_block in visible.score_blocks(Q, K, V, rows, Bc, scratch):
-            m_old, scores = m, S_block.clone()
-            m, l, O_block = online_softmax_step(m, l, O_block, S_block, V_block)
-            correction = torch.exp(m_old - m)
-            steps += [TraceRow(query, f"{cols.start}-{cols.stop - 1}", scores[0, i].tolist(),
-                               m[0, i].item(), correction[0, i].item(), l[0, i].item())
-                      for i, query in enumerate(range(rows.start, rows.stop))]
-    steps.sort(key=lambda step: step.query)  # a query row is easier to follow through its tiles
-    return steps, flash_attention_forward(Q, K, V, Br, Bc, **options)
+    visible, O, seen = Visible(Q, K, V, **options), Q.new_empty(len(Q), V.shape[1]), []
+    Br, Bc, _ = choose_tile(Br, Bc, Q, K, V.shape[1], Q.device.type)
+
+    def watched_step(m, l, O_block, S_block, V_block):
+        scores, m_old = S_block.clone(), m
+        m, l, O_block = online_softmax_step(m, l, O_block, S_block, V_block)
+        seen.append([x[0].tolist() for x in (scores, m, torch.exp(m_old - m), l)])
+        return m, l, O_block
+
+    attend_in_tiles(visible, Br, Bc, (Q, O), (K, V), watched_step)
+    tiles = [(rows, cols) for rows in visible.query_blocks(Br)
+             for cols in visible.key_blocks(rows, Bc)]
+    steps = [TraceRow(query, f"{cols.start}-{cols.stop - 1}", *row[:1], *(x for [x] in row[1:]))
+             for (rows, cols), columns in zip(tiles, seen)
+             for query, row in zip(range(rows.start, rows.stop), zip(*columns))]
+    return sorted(steps, key=lambda step: step.query), O  # a query is followed through its tiles
 
 
 # The command line

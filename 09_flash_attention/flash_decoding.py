@@ -43,9 +43,9 @@ class KVCache:
     """
 
     def __init__(self, batch, kv_heads, N_max, d, dv=None, *, dtype=torch.float32, device="cpu"):
-        lead = (batch, kv_heads, N_max)
+        lead, dv = (batch, kv_heads, N_max), d if dv is None else dv
         self.K_buffer = torch.empty(*lead, d, dtype=dtype, device=device)
-        self.V_buffer = torch.empty(*lead, dv or d, dtype=dtype, device=device)
+        self.V_buffer = torch.empty(*lead, dv, dtype=dtype, device=device)
         self.length = 0
 
     @property
@@ -106,7 +106,7 @@ def merge(O_parts, m_parts, l_parts):
             "O_parts must be [P, ..., Nq, dv], m_parts and l_parts [P, ..., Nq], got "
             f"{tuple(O_parts.shape)}, {tuple(m_parts.shape)} and {tuple(l_parts.shape)}")
     if not len(O_parts):
-        return (x.new_zeros(x.shape[1:]) for x in (O_parts, m_parts, l_parts))
+        return tuple(x.new_zeros(x.shape[1:]) for x in (O_parts, m_parts, l_parts))
     m_parts = m_parts.masked_fill(l_parts == 0, torch.finfo(m_parts.dtype).min)
     m = m_parts.amax(dim=0)  # [..., Nq]
     weight = torch.exp(m_parts - m) * l_parts  # [P, ..., Nq]

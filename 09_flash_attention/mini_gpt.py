@@ -239,9 +239,9 @@ def compare(training, peaks):
     """Return a TrainRow a model. A row passes where max_diff is at most ALLOWED."""
     rows = []
     shape = f"{training.batch}x{training.N}x{training.n_embd}"
-    first = next(iter(training.losses.values()))
-    for name, losses in training.losses.items():
-        max_diff = max((abs(a - b) for a, b in zip(losses, first)), default=0.0)
+    curves = torch.tensor(list(training.losses.values()), dtype=torch.float64)
+    differences = (curves - curves[0]).abs().amax(dim=1).tolist()  # NaN stays NaN
+    for (name, losses), max_diff in zip(training.losses.items(), differences):
         seconds = statistics.median(training.seconds[name] or [0.0])
         measured = losses, max_diff, seconds, peaks[name], max_diff <= ALLOWED
         rows.append(TrainRow(name, shape, training.steps, *measured))

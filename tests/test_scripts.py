@@ -45,6 +45,12 @@ esac
 """
 
 
+def heed_signals():
+    """Undo what `nohup` and `&` hand down: bash can't trap what was ignored as it began."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(tmp_path):
     """Start a script of a copy of the repository, or a path; the played python3 fills `log`."""
@@ -63,6 +69,7 @@ def start(tmp_path):
         path = script if "/" in script else tmp_path / "scripts" / script
         started.append(subprocess.Popen(
             ["bash", path, *arguments], cwd=cwd, text=True, start_new_session=True,
+            preexec_fn=heed_signals,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": str(tmp_path),
                  "LOG": str(tmp_path / "log"), "REAL": sys.executable, **environment}))

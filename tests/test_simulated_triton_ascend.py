@@ -45,4 +45,4 @@ def test_it_looks_installed_and_a_launch_raises_as_the_tile_fits_or_not():
         "cores": 20, "version": "3.2.0", "launches": [["kernel", 128, 64], ["kernel", 64, 64]],
         "backends": ["ascend"], "is a JITFunction": True}
     (package,) = distributions(path=[str(PACKAGE)])
-    assert (package.name, package.version) == ("triton-ascend", "3.2.0")
+    assert (package.metadata["Name"], package.version) == ("triton-ascend", "3.2.0")

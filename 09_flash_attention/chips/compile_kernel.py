@@ -93,7 +93,8 @@ def ascend_rows(compilers, dtypes, sizes):
     By the last compiler in every tile, by the others in the launcher's until one fits.
     """
     rows, problems = [], list(itertools.product(dtypes, sizes, (False, True)))
-    console.print(f"up to {len(problems) * (9 + 3 * len(compilers))} compiles of a second or two each")
+    most = len(problems) * (9 + 3 * len(compilers))
+    console.print(f"up to {most} compiles of a second or two each")
     for dtype, d, causal in track("compile", problems):
         own = list(dict.fromkeys(
             tile[:2] for tile in (tile_of("npu", dtype, d, d, causal), *SMALLER)))

@@ -6,7 +6,7 @@ from typing import Optional
 
 import torch
 
-from lab.tiles import choose_tile, heads_at_once
+from lab.tiles import choose_tile
 from lab.visible import Visible
 
 
@@ -35,7 +35,7 @@ class Case:
 
     @property
     def shape(self):
-        """The shapes in a table's cell: 1x256x64, or 'Q x K x V' where they differ."""
+        """The shapes in a table's cell: 1x256x64, or 1x4x64 1x8x64 1x8x96 where they differ."""
         names = ["x".join(map(str, shape)) for shape in self.shapes]
         return names[0] if len(set(names)) == 1 else " ".join(names)
 
@@ -52,10 +52,7 @@ class Case:
     def tile(self, Br, Bc, device):
         """Return Br, Bc and the number of key/value heads that are taken at a time."""
         Q, K, V = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in self.shapes)
-        at_once = heads_at_once(Br, Bc, Q, K, device.type)
-        heads = Q.shape[:-2].numel() * at_once // max(1, K.shape[:-2].numel())
-        size = heads, Q.shape[-2], K.shape[-2], V.shape[-1], self.dtype, device.type
-        return (*choose_tile(Br, Bc, *size), at_once)
+        return choose_tile(Br, Bc, Q, K, V.shape[-1], device.type)
 
     @property
     def flop(self):

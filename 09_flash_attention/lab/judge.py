@@ -20,8 +20,8 @@ def exact(case, Q, K, V, dO=None):
     G = Q.shape[1] // K.shape[1] if Q.dim() == 4 and K.shape[1] else 1
     Q, K, V = leaves[0], *(x.repeat_interleave(G, dim=1) if G > 1 else x for x in leaves[1:])
     keep = seen(case, Q.shape[-2], K.shape[-2])
-    O = F.scaled_dot_product_attention(Q, K, V, attn_mask=keep)
-    O = O.masked_fill(~keep.any(-1, keepdim=True), 0)  # some torch versions give NaN there
+    blind = ~keep.any(-1, keepdim=True)  # torch before 2.5 gives NaN there, and as a gradient
+    O = F.scaled_dot_product_attention(Q, K, V, attn_mask=keep | blind).masked_fill(blind, 0)
     if dO is None:
         P, W = weights(Q, K, keep)
         return [(O, floor(case.dtype, W @ V.abs(), P @ V.abs() + O.abs()))]

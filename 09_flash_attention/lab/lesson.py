@@ -2,7 +2,7 @@
 the modes one after the other, the files at the end.
 """
 
-import importlib.util
+import importlib
 import math
 from dataclasses import replace
 
@@ -51,8 +51,12 @@ def begin(options, lengths=None, check=lambda args: None):
     """Parse, check, choose the device, say which. Return args, device, cases of these lengths."""
     args = options.parse_args()
     check(args)
-    if getattr(args, "plot", None) and importlib.util.find_spec("matplotlib") is None:
-        options.error("argument --plot: it needs matplotlib: pip install matplotlib")
+    if getattr(args, "plot", None) is not None:
+        try:
+            importlib.import_module("matplotlib.figure")
+        except ImportError as missing:
+            options.error(f"argument --plot: it needs matplotlib ({missing}): pip install "
+                          "matplotlib")
     args.device = device = choose(args.device)
     cases = cases_of(args, options, device, lengths) if lengths else []
     console.print(f"device: {describe(device)}")
@@ -73,7 +77,7 @@ def run_modes(options, modes, what="", prefix="", lengths=LENGTHS, adapt=None, u
         for name in (unserved or {}).get(args.mode, ()):
             if getattr(args, name):
                 options.error(f"argument --{name.replace('_', '-')}: --mode {args.mode} takes none")
-        if getattr(args, "plot", None) and args.mode not in (*DRAWN, "all"):
+        if getattr(args, "plot", None) is not None and args.mode not in (*DRAWN, "all"):
             options.error(f"argument --plot: {' and '.join(DRAWN)} are drawn, "
                           f"got --mode {args.mode}")
 
@@ -92,14 +96,15 @@ def run_modes(options, modes, what="", prefix="", lengths=LENGTHS, adapt=None, u
             rows = tool(track(mode, given), Br=Br, Bc=Bc, device=device, seed=args.seed, **more)
             show(rows, args, given)
         found += [(mode, row) for row in rows]
-    if getattr(args, "plot", None):
+    status = finish(args, device, found)
+    if getattr(args, "plot", None) is not None:
         plot(found, args.plot, f"{device}, tiles {tile_text(args)}", what, prefix)
-    return finish(args, device, found)
+    return status
 
 
 def finish(args, device, rows):
     """Write --json; return 0, or 1 where a comparison or a candidate failed. rows: (tool, row)."""
-    if args.json:
+    if args.json is not None:
         write_json(args.json, device, rows)
     held = (getattr(row, "passed", True) and not getattr(row, "failed", False) for _, row in rows)
     return 0 if all(held) else 1

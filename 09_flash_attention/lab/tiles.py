@@ -9,18 +9,20 @@ import torch
 AUTO = "auto"
 
 SCORES_BYTES = 2 * 2**20  # suits a CPU's cache: `fast_tiles.py` draws the curve
-LEAST = (256, 128)  # a smaller tile of many heads pays for calls: fewer heads at a time instead
+LEAST = (256, 128)  # smaller tiles of many heads pay for calls
 TIMES_THE_RESULT = 4
 LOG2_E = math.log2(math.e)
 
 
-def choose_tile(Br, Bc, heads, Nq, Nk, dv, dtype, device_type):
-    """Return (Br, Bc) as whole numbers, at most (Nq, Nk); what is 'auto' is chosen.
+def choose_tile(Br, Bc, Q, K, dv, device_type):
+    """Return Br, Bc and how many key/value heads to take at a time; what is 'auto' is chosen.
 
-    The scores of a tile, heads * Br * Bc in float32 or wider, take at most 2 MiB. On CUDA and NPU
-    they may take 4 times the result's bytes where that is more: there each tile is a dozen kernel
-    launches, and fewer of them count for more than a cache. Either way the scratch is O(N). Br is
-    about twice Bc, since K and V are read once for each query block.
+    Br and Bc are whole numbers, at most Nq and Nk. The scores of the heads' tiles, in float32 or
+    wider, take 2 MiB at most. On a CPU, where both are 'auto', a part of the heads is taken at a
+    time if the tile of one would be smaller than 256 x 128. On CUDA and NPU the scores may take 4
+    times the result's bytes where that is more: there each tile is a dozen kernel launches, and
+    fewer of them count for more than a cache. Either way the scratch is O(N). Br is about twice
+    Bc, since K and V are read once for each query block.
     Raises ValueError for anything but 'auto' and a whole number of at least 1.
     """
     for name, size in (("Br", Br), ("Bc", Bc)):
@@ -31,30 +33,21 @@ def choose_tile(Br, Bc, heads, Nq, Nk, dv, dtype, device_type):
         if not whole and not (isinstance(size, str) and size == AUTO):
             raise ValueError(f"{name} must be 'auto' or a whole number of at least 1, got {size!r}")
     Br, Bc = (size if size == AUTO else int(size) for size in (Br, Bc))
-    budget = SCORES_BYTES
+    (heads, Nq), (kv_heads, Nk) = ((x.shape[:-2].numel(), x.shape[-2]) for x in (Q, K))
+    G, wide = heads // max(kv_heads, 1), max(Q.dtype.itemsize, 4)
+    at_once, budget = kv_heads, SCORES_BYTES
     if device_type != "cpu":
-        budget = max(budget, TIMES_THE_RESULT * heads * Nq * dv * dtype.itemsize)
-    scores = max(1, budget // max(dtype.itemsize, 4) // max(heads, 1))  # of one head
+        budget = max(budget, TIMES_THE_RESULT * heads * Nq * dv * Q.dtype.itemsize)
+    elif Br == Bc == AUTO:
+        least = max(1, G * min(Nq, LEAST[0]) * min(Nk, LEAST[1])) * wide
+        at_once = min(kv_heads, max(1, budget // least))
+    scores = max(1, budget // wide // max(G * at_once, 1))  # of one head
     if Br == AUTO:
         rows = scores // Bc if Bc != AUTO else 2 ** round(math.log2(2 * scores) / 2)
         Br = max(1, min(rows, Nq))
     if Bc == AUTO:
         Bc = max(1, min(scores // Br, Nk))
-    return min(Br, max(Nq, 1)), min(Bc, max(Nk, 1))
-
-
-def heads_at_once(Br, Bc, Q, K, device_type):
-    """Return how many key/value heads to take at a time: all, but for 'auto' on a CPU.
-
-    There their tiles, of 256 x 128 a head or what N leaves of it, take 2 MiB together.
-    """
-    heads = K.shape[:-2].numel()
-    if not (isinstance(Br, str) and isinstance(Bc, str)) or device_type != "cpu":
-        return heads
-    rows, cols = min(Q.shape[-2], LEAST[0]), min(K.shape[-2], LEAST[1])
-    group = Q.shape[:-2].numel() // max(heads, 1)
-    scores = max(1, group * rows * cols) * max(Q.dtype.itemsize, 4)
-    return min(heads, max(1, SCORES_BYTES // scores))
+    return min(Br, max(Nq, 1)), min(Bc, max(Nk, 1)), at_once
 
 
 def head_parts(Q, K, at_once):

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from lab.tiles import choose_tile, head_parts, heads_at_once
+from lab.tiles import choose_tile, head_parts
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -85,17 +85,18 @@ class Visible:
         tiles on a CPU the heads may come in several parts, each with a Visible of its own.
         """
         Q, K, V = queries[0], *keys[:2]
-        at_once = heads_at_once(Br, Bc, Q, K, Q.device.type)
+        Br, Bc, at_once = choose_tile(Br, Bc, Q, K, V.shape[-1], Q.device.type)
         for q, k in head_parts(Q, K, at_once) if at_once < self.X else [((), ())]:
             part = Visible(Q[q], K[k], V[k], *self.options[:4], *self._of_heads(q)) if q else self
-            size = Q[q].shape[:-2].numel(), self.Nq, self.Nk, V.shape[-1], Q.dtype, Q.device.type
-            yield (part, *choose_tile(Br, Bc, *size), [x[q] for x in queries], [x[k] for x in keys])
+            yield part, Br, Bc, [x[q] for x in queries], [x[k] for x in keys]
 
     def _of_heads(self, q):
         """Return attn_mask and score_mod of the heads of `q`, slices of Q's leading dimensions."""
         attn_mask, score_mod = self.options[4:]
         if attn_mask is not None:
-            sides = reversed(list(zip(reversed(q[: len(self.lead)]), attn_mask.shape[-3::-1])))
+            missing = (1,) * (len(self.lead) + 2 - attn_mask.dim())
+            attn_mask = attn_mask.reshape(missing + attn_mask.shape)  # of as many dimensions as Q
+            sides = zip(q, attn_mask.shape)
             attn_mask = attn_mask[tuple(s if n > 1 else slice(None) for s, n in sides)]
         if score_mod is None:
             return attn_mask, None
@@ -166,16 +167,6 @@ class Visible:
             shape = (*self.lead, self.G, rows.stop - rows.start, block.shape[-1])
             self.grouped(whole)[..., rows, :] = block.view(shape)
 
-    def start(self, V, rows):
-        """Return m, l [X, G*Br, 1] and O_block [X, G*Br, dv] as they stand before the first tile.
-
-        m is the lowest finite number and not -inf: where a tile hides a whole row, correction is
-        then exp(0) = 1 and P_block exp(-inf) = 0, while -inf - -inf would be NaN.
-        """
-        shape = (self.X, self.G * (rows.stop - rows.start))
-        m = V.new_full((*shape, 1), self.finite[0], dtype=self.dtype)
-        return m, torch.zeros_like(m), m.new_zeros(*shape, V.shape[-1])
-
     def score_blocks(self, Q, K, V, rows, Bc, scratch):
         """Yield cols, S_block [X, G*Br, Bc], V_block [X, Bc, dv] of each tile that `rows` visits.
 
@@ -197,8 +188,6 @@ class Visible:
         Hidden scores become -inf. In V_block [X, Bc, dv] a key that no query of the tile sees gets
         zeros: a weight of 0 does not hide the NaN of an unused key, since 0 * NaN is NaN.
         """
-        if self.score_mod is None and self.attn_mask is None:
-            return self._hide_band(S_block, rows, cols), V_block
         Br, Bc = rows.stop - rows.start, cols.stop - cols.start
         S = S_block.view(*self.lead, self.G, Br, Bc)  # [..., Hkv, G, Br, Bc]
         if self.score_mod is not None:
@@ -213,7 +202,14 @@ class Visible:
                     bias = bias.clamp(*self.finite)
                 S = S.add_(bias)
             S = S.masked_fill_(~seen, -math.inf)
-        S_block = self._hide_band(S.view(S_block.shape), rows, cols)
+        if not self.sees_all(rows, cols):
+            first = self.q_start + rows.start - cols.start  # row 0 of the tile is at this column
+            ones = partial(torch.ones, Br, Bc, dtype=torch.bool, device=S.device)
+            hidden = ones().triu_(first + self.right + 1)  # [Br, Bc]
+            if cols.start < self.q_start + rows.stop - 1 - self.left:
+                hidden |= ones().tril_(first - self.left - 1)
+            S = S.masked_fill_(hidden, -math.inf)
+        S_block = S.view(S_block.shape)
         return S_block, self.seen_keys(V_block, S_block)
 
     def seen_keys(self, block, S_block):
@@ -234,18 +230,6 @@ class Visible:
     def rounded(self, x, dtype):
         """Return x rounded to dtype; on a CPU as `self.dtype`, in which it multiplies."""
         return x.to(dtype).to(self.dtype if x.device.type == "cpu" else dtype)
-
-    def _hide_band(self, S_block, rows, cols):
-        if self.sees_all(rows, cols):
-            return S_block
-        first = self.q_start + rows.start - cols.start  # row 0 of the tile stands at this column
-        shape = (rows.stop - rows.start, cols.stop - cols.start)
-        ones = partial(torch.ones, shape, dtype=torch.bool, device=S_block.device)
-        hidden = ones().triu_(first + self.right + 1)  # [Br, Bc]
-        if cols.start < self.q_start + rows.stop - 1 - self.left:
-            hidden |= ones().tril_(first - self.left - 1)
-        S = S_block.view(self.X, self.G, *shape)
-        return S.masked_fill_(hidden, -math.inf).view(S_block.shape)
 
     def _mask_tile(self, rows, cols):
         """Return attn_mask's tile: what it adds, or None, and what it keeps [..., Br|1, Bc|1]."""
@@ -276,14 +260,23 @@ def batched(x):
 
 
 def _check(Q, K, V, q_start, window, scale, attn_mask, score_mod):
-    for name, tensor in (("Q", Q), ("K", K), ("V", V)):
-        _check_floating(name, tensor)
-        if tensor.dim() < 2:
-            raise ValueError(f"{name} must be [..., N, d], got shape {tuple(tensor.shape)}")
-        if tensor.dtype != Q.dtype:
-            raise TypeError(f"{name} must have Q's dtype {Q.dtype}, got {tensor.dtype}")
-        if tensor.device != Q.device:
-            raise ValueError(f"{name} must be on Q's device {Q.device}, got {tensor.device}")
+    for name, x in (("Q", Q), ("K", K), ("V", V), ("attn_mask", attn_mask)):
+        is_mask = name == "attn_mask"
+        if is_mask and x is None:
+            continue
+        dtype = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        if dtype not in DTYPES and not (is_mask and dtype == torch.bool):
+            raise TypeError(f"{name} must be a {'bool, ' * is_mask}float16, bfloat16, float32 or "
+                            f"float64 tensor, got {dtype}")
+        if x.layout != torch.strided or x.is_nested:
+            raise TypeError(f"{name} must be a dense tensor, got one of layout "
+                            f"{'nested' if x.is_nested else x.layout}")
+        if x.dim() < 2 and not is_mask:
+            raise ValueError(f"{name} must be [..., N, d], got shape {tuple(x.shape)}")
+        if dtype != Q.dtype and not is_mask:
+            raise TypeError(f"{name} must have Q's dtype {Q.dtype}, got {dtype}")
+        if x.device != Q.device:
+            raise ValueError(f"{name} must be on Q's device {Q.device}, got {x.device}")
     shapes = f"got Q {tuple(Q.shape)}, K {tuple(K.shape)}, V {tuple(V.shape)}"
     if Q.shape[-1] != K.shape[-1] or Q.shape[-1] == 0:
         raise ValueError(f"Q and K must have the same last dimension d >= 1, {shapes}")
@@ -305,30 +298,11 @@ def _check(Q, K, V, q_start, window, scale, attn_mask, score_mod):
     if score_mod is not None and Q.dim() > 4:
         raise ValueError(f"score_mod takes [B, H, N, d] or fewer dimensions, {shapes}")
     if attn_mask is not None:
-        _check_mask(attn_mask, (*Q.shape[:-1], K.shape[-2]), Q.device)
-
-
-def _check_mask(attn_mask, scores, device):
-    if not isinstance(attn_mask, torch.Tensor) or attn_mask.dtype != torch.bool:
-        _check_floating("attn_mask", attn_mask, "bool, ")
-    elif attn_mask.layout != torch.strided:
-        raise TypeError(f"attn_mask must be a dense tensor, got one of layout {attn_mask.layout}")
-    if attn_mask.device != device:
-        raise ValueError(f"attn_mask must be on Q's device {device}, got {attn_mask.device}")
-    sides = zip(reversed(attn_mask.shape), reversed(scores))
-    if attn_mask.dim() > len(scores) or any(have not in (1, want) for have, want in sides):
-        raise ValueError(f"attn_mask must broadcast to the scores {scores}, "
-                         f"got shape {tuple(attn_mask.shape)}")
-
-
-def _check_floating(name, tensor, also=""):
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
-        given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} must be a {also}float16, bfloat16, float32 or float64 tensor, "
-                        f"got {given}")
-    if tensor.layout != torch.strided or tensor.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got one of layout "
-                        f"{'nested' if tensor.is_nested else tensor.layout}")
+        scores = (*Q.shape[:-1], K.shape[-2])
+        sides = zip(reversed(attn_mask.shape), reversed(scores))
+        if attn_mask.dim() > len(scores) or any(have not in (1, want) for have, want in sides):
+            raise ValueError(f"attn_mask must broadcast to the scores {scores}, "
+                             f"got shape {tuple(attn_mask.shape)}")
 
 
 def _is_finite(value):

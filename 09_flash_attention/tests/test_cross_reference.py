@@ -101,6 +101,16 @@ def test_traces_that_can_not_be_written_are_refused_before_the_work(monkeypatch,
     assert ended.value.code == 2 and said.out == "" and "argument --traces: " in said.err
 
 
+def test_float16_where_torch_has_no_product_of_it_is_one_line_and_exit_2(monkeypatch, capsys):
+    monkeypatch.setattr(cross_reference, "NO_HALF_PRODUCT", True)
+    monkeypatch.setattr(sys, "argv", ["cross_reference.py", "--device", "cpu", "--seq-len", "8",
+                                      "--dtype", "float16"])
+    with pytest.raises(SystemExit) as ended:
+        cli.serve(cross_reference.main)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and len(said.splitlines()) == 1 and "take bfloat16" in said
+
+
 def test_json_of_every_phase_is_strict(tmp_path, monkeypatch):
     file = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["cross_reference.py", "--phase", "1", "--seq-len", "64",

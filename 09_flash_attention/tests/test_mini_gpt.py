@@ -37,6 +37,12 @@ def test_curves_that_part_do_not_pass():
     assert flash.max_diff == pytest.approx(0.002) and not flash.passed and standard.passed
 
 
+def test_a_loss_that_is_nan_does_not_pass():
+    training = Training(TEXT, SMALL)
+    training.losses = {"standard": [4.0, 3.0], "flash": [4.0, float("nan")]}
+    assert not compare(training, {"standard": 1, "flash": 1})[1].passed
+
+
 def test_a_step_with_flash_holds_less():
     peaks = measure_steps(Training(TEXT, {**SMALL, "N": 256}, batch=4))
     P_bytes = 4 * SMALL["n_head"] * 256 * 256 * 4  # of one layer

@@ -21,14 +21,16 @@ CPU = torch.device("cpu")
        st.sampled_from(["cpu", "cuda", "npu"]), st.sampled_from(["auto", 1, 64, 5000]),
        st.sampled_from(["auto", 1, 64, 5000]))
 def test_a_chosen_tile_fits_the_problem_and_the_budget(heads, Nq, Nk, dv, dtype, device, Br, Bc):
-    rows, cols = choose_tile(Br, Bc, heads, Nq, Nk, dv, dtype, device)
+    Q, K = (torch.empty(heads, N, 1, dtype=dtype, device="meta") for N in (Nq, Nk))
+    rows, cols, at_once = choose_tile(Br, Bc, Q, K, dv, device)
+    assert at_once == heads or device == "cpu" and "auto" == Br == Bc
     assert 1 <= rows <= max(Nq, 1) and 1 <= cols <= max(Nk, 1)
     assert Br == "auto" or rows == min(Br, max(Nq, 1))
     assert Bc == "auto" or cols == min(Bc, max(Nk, 1))
     if "auto" == Br == Bc:
-        scores = heads * rows * cols * max(dtype.itemsize, 4)
+        scores = at_once * rows * cols * max(dtype.itemsize, 4)
         result = heads * Nq * dv * dtype.itemsize
-        least = heads * max(dtype.itemsize, 4)  # one score a head
+        least = at_once * max(dtype.itemsize, 4)  # one score a head
         assert scores <= max(4 * result if device != "cpu" else 0, SCORES_BYTES, least)
 
 
@@ -48,7 +50,8 @@ def test_chosen_tiles_need_a_fiftieth_of_the_launches():
 
 
 def test_one_query_over_many_keys_takes_them_in_few_tiles():
-    assert choose_tile("auto", "auto", 8, 1, 65536, 64, torch.float32, "cpu") == (1, 65536)
+    Q, K = torch.empty(8, 1, 64, device="meta"), torch.empty(8, 65536, 64, device="meta")
+    assert choose_tile("auto", "auto", Q, K, 64, "cpu") == (1, 65536, 8)
 
 
 @pytest.mark.parametrize("step", [article_step, in_place_step, online_softmax_step])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lab.cases import ARTICLE_CASES, VERIFY_CASES, Case
 from flash_attention import benchmark_speed, compare_and_verify, profile_memory, trace
-from lab import bench, lesson
+from lab import bench
 from lab.visible import DTYPES, Visible
 
 SCRIPT = Path(flash_attention.__file__)
@@ -195,7 +195,7 @@ def test_options_shape_the_cases(monkeypatch, capsys):
 
 
 def test_a_plot_without_matplotlib_is_refused_before_any_work(monkeypatch, capsys):
-    monkeypatch.setattr(lesson.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr(sys, "argv", ["flash_attention.py", "--mode", "speed", "--plot", "figures"])
     with pytest.raises(SystemExit) as ended:
         flash_attention.main()

@@ -176,9 +176,20 @@ def test_heads_taken_in_groups_give_the_same(problem):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("lead, mask", [
+    ((2, 16), (16, 1, 64)), ((8, 4), (4, 1, 64)), ((8, 4), (8, 1, 1, 64)), ((2, 16), (2, 1, 1, 64)),
+    ((8, 8), (8, 1, 64)), ((2, 5, 1), (1, 5, 1, 64, 64)), ((32,), (32, 1, 64)), ((4, 4), (64,))])
+def test_a_mask_of_any_broadcast_shape_goes_with_its_heads(monkeypatch, lead, mask):
+    monkeypatch.setattr(tiles, "SCORES_BYTES", 3 * 64 * 64 * 8)  # three heads at a time
+    Q, K, V = inputs(64, lead=lead)
+    bias = torch.randn(mask, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = flash_attention_forward(Q, K, V, "auto", "auto", attn_mask=bias)
+    torch.testing.assert_close(found, standard_attention(Q, K, V, attn_mask=bias), rtol=0,
+                               atol=1e-12)
+
+
 def test_many_heads_are_taken_in_groups_whose_tiles_are_not_slivers():
-    Q = torch.empty(4096, 256, 8)
-    at_once = tiles.heads_at_once("auto", "auto", Q, Q, "cpu")
-    assert tiles.choose_tile("auto", "auto", at_once, 256, 256, 8, Q.dtype, "cpu") == (256, 128)
-    assert tiles.heads_at_once(64, 64, Q, Q, "cpu") == 4096  # what was asked for is taken
-    assert tiles.heads_at_once("auto", "auto", Q, Q, "npu") == 4096
+    Q = torch.empty(4096, 256, 8, device="meta")
+    assert tiles.choose_tile("auto", "auto", Q, Q, 8, "cpu") == (256, 128, 16)
+    assert tiles.choose_tile(64, 64, Q, Q, 8, "cpu") == (64, 64, 4096)  # what was asked for
+    assert tiles.choose_tile("auto", "auto", Q, Q, 8, "npu")[2] == 4096
