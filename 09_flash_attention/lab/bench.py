@@ -95,7 +95,7 @@ class SpeedRow:
 def verify(case, candidates, *, device, seed=0, dO=False, oracle=exact, factor=2):
     """Compare each candidate with the first and both with float64: a VerifyRow for each result.
 
-    oracle(case, *inputs) -> [(reference, terms) of each result]; judge.py says when one passes.
+    oracle(case, *inputs) -> [(reference, floor) of each result]; judge.py says when one passes.
     Raises Refused where the oracle's N x N matrices don't fit into memory.
     """
     (*lead, Nq, _), (*_, Nk, _), _ = case.shapes
