@@ -31,6 +31,8 @@ class Visible:
     def __init__(self, Q, K, V, causal=False, q_start=None, window=None, scale=None,
                  attn_mask=None, score_mod=None):
         _check(Q, K, V, q_start, window, scale, attn_mask, score_mod)
+        if attn_mask is not None:  # of as many dimensions as Q
+            attn_mask = attn_mask.reshape((1,) * (Q.dim() - attn_mask.dim()) + attn_mask.shape)
         self.options = causal, q_start, window, scale, attn_mask, score_mod
         self.lead = K.shape[:-2]  # [B, Hkv], or whatever stands before N
         self.X = self.lead.numel()
@@ -48,10 +50,8 @@ class Visible:
         if causal:
             self.right = min(self.right, 0)
         self.is_causal = self.right == 0 and self.left == unbounded
-        self.attn_mask, self.score_mod = attn_mask, score_mod
-        if attn_mask is not None:
-            missing = (1,) * (Q.dim() - attn_mask.dim())
-            self.attn_mask = self.grouped(attn_mask.reshape(missing + attn_mask.shape))
+        self.attn_mask = None if attn_mask is None else self.grouped(attn_mask)
+        self.score_mod = score_mod
         if score_mod is not None:
             self.b = self.h = torch.zeros((), dtype=torch.long, device=Q.device)
             if Q.dim() > 2:  # [B, 1, ...] against a tile's [B, Hkv, G, Br, Bc]
@@ -94,8 +94,6 @@ class Visible:
         """Return attn_mask and score_mod of the heads of `q`, slices of Q's leading dimensions."""
         attn_mask, score_mod = self.options[4:]
         if attn_mask is not None:
-            missing = (1,) * (len(self.lead) + 2 - attn_mask.dim())
-            attn_mask = attn_mask.reshape(missing + attn_mask.shape)  # of as many dimensions as Q
             sides = zip(q, attn_mask.shape)
             attn_mask = attn_mask[tuple(s if n > 1 else slice(None) for s, n in sides)]
         if score_mod is None:
