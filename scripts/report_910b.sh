@@ -33,6 +33,9 @@ lesson attention_causal flash_attention.py --mode all --causal --br auto --bc au
 lesson fast_tiles fast_tiles.py --plot "$report"
 lesson articles articles.py
 lesson cross_reference cross_reference.py --traces "$report/traces"
+lesson roofline roofline.py --plot "$report"
+lesson generations generations.py
+lesson lazy_rescale lazy_rescale.py --plot "$report"
 lesson variants flash_variants.py
 lesson decoding flash_decoding.py --mode all
 lesson backward flash_backward.py --mode all --br auto --bc auto

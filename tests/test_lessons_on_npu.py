@@ -22,18 +22,23 @@ LESSONS = {
     "flash_variants": "--seq-len 32 --br 8 --bc 8",
     "flash_decoding": "--mode all --seq-len 96 --splits 2 3",
     "flash_backward": "--mode all --seq-len 32 --br 16 --bc 8",
+    "roofline": "--seq-len 64",
+    "generations": "--seq-len 96",
+    "lazy_rescale": "",
     "mini_gpt": "--steps 3 --seq-len 16 --embd 16 --heads 2 --layers 1 --batch 2",
 }
+ON_THE_CPU = {"io_model", "overlap"}  # they count, and run nothing on a device
 # One child a card: it loads torch once. Two rounds are timed instead of five or more, and the
-# articles' lengths are cut.
+# articles' lengths and what measures the bandwidth are cut.
 CHILD = """
 import importlib, json, sys
 sys.path[:0] = [{lessons!r}, {root!r}]
 found = {{}}
 for name, options in {options!r}.items():
     lesson = importlib.import_module(name)
-    import common.timing
+    import common.timing, lab.machines
     common.timing.MIN_ROUNDS = common.timing.MAX_ROUNDS = 2
+    lab.machines.COPIED["npu"] = 2**22
     lesson.MEMORY_N, lesson.SPEED_N = 128, 64
     sys.argv = [name + ".py", "--device", {card!r}, "--json", name + ".json", *options.split()]
     try:
@@ -82,7 +87,14 @@ def test_a_lesson_runs_on_a_card_and_names_it(lesson, card, ended):
 def test_every_lesson_is_run():
     lessons = {path.stem for path in (ROOT / "09_flash_attention").glob("*.py")
                if "cli.serve(main)" in path.read_text()}
-    assert lessons == set(LESSONS)
+    assert lessons == set(LESSONS) | ON_THE_CPU
+
+
+@pytest.mark.parametrize("lesson", sorted(ON_THE_CPU))
+def test_a_lesson_that_runs_nothing_on_a_device_takes_none(lesson):
+    done = subprocess.run([sys.executable, ROOT / "09_flash_attention" / f"{lesson}.py", "--device",
+                           "npu"], text=True, capture_output=True)
+    assert done.returncode == 2 and "unrecognized arguments: --device" in done.stderr
 
 
 def on_a_card(*options, **switches):

@@ -3,7 +3,9 @@
 cases     the problems            visible   what a query may see, and the inputs cut into tiles
 tiles     how large a tile is     judge     when a result is right
 fused     the platform's kernel   bench     candidates, verified, profiled and timed alike
-formulas  what has to be held     show      tables and plots        lesson   a command line
+formulas  what has to be held     show      tables and plots
+traffic   what has to be moved    scratchpad   that counted on running code, cachegrind   in C
+machines  chips as data, and what their memory allows               lesson   a command line
 """
 
 import sys

@@ -108,12 +108,18 @@ def fitted_exponent(points):
     lengths = {N for N, _ in points}
     if len(lengths) < 3 or max(lengths) < SPANS * min(lengths):
         return f"- ({len(lengths)} lengths that can be believed, 3 that span 4x are needed)"
+    exponent, furthest = slope(points)
+    if furthest > math.log(1.25):
+        return "- (the points lie on no line)"
+    return f"{exponent:.2f}"
+
+
+def slope(points):
+    """Fit a line to the logarithms of points (x, y); return its slope and the furthest distance."""
     x, y = torch.tensor([[math.log(n) for n in point] for point in points], dtype=torch.float64).T
     x, y = x - x.mean(), y - y.mean()
-    slope = (x * y).sum() / x.square().sum()
-    if (y - slope * x).abs().max() > math.log(1.25):
-        return "- (the points lie on no line)"
-    return f"{slope:.2f}"
+    fitted = (x * y).sum() / x.square().sum()
+    return fitted.item(), (y - fitted * x).abs().max().item()
 
 
 def plot(rows, folder, where, what, prefix):

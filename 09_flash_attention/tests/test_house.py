@@ -19,7 +19,9 @@ TAUGHT = {
     "flash_attention": {
         "standard_attention", "flash_attention_forward", "online_softmax_step", "trace",
         "compare_and_verify", "profile_memory", "benchmark_speed"},
-    "flash_backward": {"flash_attention"},
+    "flash_backward": {"flash_attention", "flash_attention_backward"},
+    "generations": {"flash_attention_1"},
+    "lazy_rescale": {"flash_attention_4", "polynomial_exp2"},
     "flash_decoding": {"KVCache"},
     "mini_gpt": {"CausalSelfAttention"},
 }
