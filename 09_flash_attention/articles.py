@@ -13,7 +13,11 @@ from lab import lesson
 from common import cli
 from common.report import mib, print_table
 from flash_attention import benchmark_speed, compare_and_verify, profile_memory, trace
+from generations import busy_cores, count
+from io_model import article_claims, counted
 from lab.cases import ARTICLE_CASES, Case
+from lab.machines import CHIPS
+from overlap import hopper, rates
 
 import torch
 
@@ -57,9 +61,31 @@ def peaks(device, seed=0):
     ]
 
 
+def growth(device, seed=0):
+    """Return the claims of how memory grows: twice the length, in one run."""
+    short, long = ({row.name: row for row in profile_memory([Case(N)], device=device, seed=seed)}
+                   for N in (MEMORY_N // 2, MEMORY_N))
+    if any(rows[name].why for rows in (short, long) for name in ("standard", "flash")):
+        return [_missing("twice the length", "4 x", *short.values(), *long.values())]
+
+    def factor(name, field="peak_bytes"):
+        return f"{getattr(long[name], field) / getattr(short[name], field):.2f} x"
+
+    without = "peak_bytes_without_result"
+    return [
+        Claim(2, "memory at twice the length, standard", "4 x", factor("standard"),
+              f"peak of N={MEMORY_N} over that of {MEMORY_N // 2}; S and P alone: "
+              f"{factor('standard', without)}"),
+        Claim(2, "the same, flash: O(n)", "2 x", factor("flash"),
+              f"the result; what stands beside it, a tile: {factor('flash', without)}"),
+        Claim(2, "arithmetic at twice the length", "4 x",
+              f"{Case(MEMORY_N).flop / Case(MEMORY_N // 2).flop:.2f} x", "4 n^2 d FLOPs, counted"),
+    ]
+
+
 def times(device, seed=0):
     """Return the claims of time. Each reason follows from what was measured."""
-    standard, small, *_ = benchmark_speed([Case(SPEED_N)], 64, 64, device=device, seed=seed)
+    standard, small, *others = benchmark_speed([Case(SPEED_N)], 64, 64, device=device, seed=seed)
     large = benchmark_speed([Case(SPEED_N)], "auto", "auto", device=device, seed=seed)[1]
     if None in (standard.seconds, small.seconds, large.seconds):
         return [_missing(f"times, N={SPEED_N}", "0.1 ms, 341 ms", standard, small, large)]
@@ -78,6 +104,11 @@ def times(device, seed=0):
               f"not to be believed: {standard.why}" or f"it was a 910B3, this is {device}"),
         Claim(1, f"flash, N={SPEED_N}, 64x64 tiles", "341 ms", _ms(small), small.why and
               f"not to be believed: {small.why}" or f"{calls}; {its}"),
+        *(Claim(2, "speed of a fused kernel", "2 to 4 x standard",
+                f"{row.ratio_to_standard:.2g} x standard", row.why and
+                f"not to be believed: {row.why}" or f"the platform's own on {device}, N={SPEED_N}; "
+                f"this loop with {large.Br}x{large.Bc} tiles: {large.ratio_to_standard:.2g} x")
+          for row in others if row.name == "fused" and row.seconds is not None),
         Claim(1, "Python can't be faster", "0.0003 x standard",
               f"{large.ratio_to_standard:.2g} x standard", reason),
     ]
@@ -85,11 +116,7 @@ def times(device, seed=0):
 
 def computed(device="cpu", seed=0):
     """Return the claims that arithmetic settles, anywhere."""
-    n, d, trips = 65536, 64, 6
-    moved = trips * (2 * n * n + n * d) * 2  # bytes, float16
-    counted = (4 * n * n + 4 * n * d) * 2  # read Q K, write S; read S, write P; read P V, write O
-    flop = 4 * n * n * d
-    short = trips * (2 * 1024**2 + 1024 * d) * 2
+    d = 64
     steps, P = trace(torch.ones(1, 1), torch.tensor([[2.0], [1.0], [3.0]]), torch.eye(3), 1, 1,
                      scale=1.0)
     literal, numerator = softmax_j_errors()
@@ -99,19 +126,76 @@ def computed(device="cpu", seed=0):
               "flash still holds its result: (2N^2 + Nd) / Nd = 2N/d + 1 is the limit"),
         Claim(1, "S and P of GPT-3 at N=2048", "16 GB", f"{2 * 96 * 2048**2 * 4 / 1e9:.1f} GB",
               "one layer, 96 heads, float32, batch 1"),
-        Claim(2, "traffic, n=1024", "25 MB", f"{short / 1e6:.1f} MB", "its formula"),
-        Claim(2, "traffic, n=64K", "96 GB", f"{moved / 1e9:.0f} GB = {moved / 2**30:.0f} GiB",
-              "its six trips of 2n^2 + nd; counted read by read, 4n^2 + 4nd: "
-              f"{counted / 1e9:.0f} GB"),
-        Claim(2, "time to move it at 2 TB/s", "40 ms", f"{moved / 2e12 * 1e3:.1f} ms",
-              f"{counted / 2e12 * 1e3:.0f} ms for the traffic counted read by read"),
-        Claim(2, "arithmetic at 312 TFLOP/s", "under 1 ms", f"{flop / 312e12 * 1e3:.1f} ms",
-              f"4 n^2 d = {flop / 1e12:.2f} TFLOP; moving still takes longer"),
+        Claim(1, "S and P at N=4096", "128 MB, elsewhere 256 MB",
+              f"{2 * 4096**2 * 4 / 2**20:.0f} MiB",
+              "64 MiB each; its 256 has no second pair that stands at the same time"),
+        Claim(1, "S and P at N=16384", "1 GB each", f"{16384**2 * 4 / 2**30:.0f} GiB each", ""),
+        Claim(1, "a tile, and two of them", "0.016, 0.03 MB",
+              f"{64 * 64 * 4 / 1e6:.3f}, {2 * 64 * 64 * 4 / 1e6:.3f} MB", "64 x 64 in float32"),
+        Claim(1, "m, l and O of a block", "3 Br d, 12 KB", f"{(64 * d + 2 * 64) * 4 / 1e3:.1f} KB",
+              f"m and l are columns: Br (d + 2); 3 Br d would be {3 * 64 * d * 4 / 1e3:.0f} KB"),
+        Claim(1, "exp(100) overflows", "2.7e43", f"{math.exp(100):.1e}",
+              f"in float32, above {math.log(torch.finfo(torch.float32).max):.1f}; float16 above "
+              f"{math.log(torch.finfo(torch.float16).max):.1f}"),
+        Claim(2, "a softmax without its maximum, x = 1000", "inf, then NaN",
+              f"{torch.tensor(1000.0).exp():.0f}, then "
+              f"{torch.tensor(1000.0).exp() / torch.tensor(1000.0).exp():.0f}",
+              "inf / inf; with the maximum off, exp(0) = 1"),
         Claim(2, "d of [2, 1, 3]", "1, 1.368, 1.503", ", ".join(f"{s.l:.4g}" for s in steps), ""),
         Claim(2, "softmax of [2, 1, 3]", "0.245, 0.090, 0.665",
               ", ".join(f"{p:.3f}" for p in P[0].tolist()), ""),
         Claim(2, "softmax_j in the update of O", "exact", f"error {literal:.2g} of 1",
               f"read as the numerator exp(S_j - m_j): error {numerator:.0e}"),
+    ]
+
+
+def traffic(device="cpu", seed=0):
+    """Return the second article's claims of what is moved, by io_model.py; nothing is timed."""
+    N, d, tile = 256, 64, 32
+    whole = N * d * 4
+    rows = {row.name: row for row in counted(N, d, 65536, tile=(tile, tile))}
+    passes = {name: {array: moved / whole for array, moved in row.arrays.items()}
+              for name, row in rows.items()}
+    flash, keys_outside = passes["FA2"], passes["FA1"]
+    return [*(Claim(2, c.claim, c.says, c.here, c.why) for c in article_claims()),
+            Claim(2, "Q, K, V read once, O written once", "once",
+                  f"Q, O {flash['Q']:.0f}, {flash['O']:.0f}; K, V {flash['K']:.0f} times",
+                  f"counted, N={N}, {tile}x{tile} tiles: every block of Q needs all of K and V"),
+            Claim(2, "S and P are not written back", "0 bytes",
+                  f"{flash.get('N x N', 0) + flash.get('tiles', 0):.0f} bytes",
+                  f"counted; standard: {rows['standard'].arrays['N x N'] / 1e6:.2f} MB"),
+            Claim(2, "the loop over K, V is the outer one", "outer",
+                  "outer in FA1, inner in FA2",
+                  "it also says: fix a block of Q. With K, V outside O moves "
+                  f"{keys_outside['O']:.0f} times, with Q outside {flash['O']:.0f}")]
+
+
+def generations(device="cpu", seed=0):
+    """Return the second article's claims of FlashAttention 1 to 3: counted, or by published rates.
+
+    A share of the peak needs the chip itself. What stands here is a bound: products, and 16 times
+    what is outside of them (on an A100, FlashAttention-2, section 3.1).
+    """
+    Q, K, V = (x[0] for x in Case(1024, d=128).inputs("cpu", seed))
+    rows = {name: count(name, Q, K, V, 64, 64) for name in ("FA1", "FA2")}
+    most = {name: r.products / (r.products + 16 * r.outside) for name, r in rows.items()}
+    busy = next(row for row in busy_cores(64) if row.batch == 1)
+    H100, overlap = CHIPS["H100-SXM"].peak / 1e12, rates(hopper())
+    at_most = "not measured: it takes the chip. A bound, by FLOPs outside the products at d=128"
+    return [
+        Claim(2, "FA1 on an A100", "25-40 %", f"under {most['FA1']:.0%}",
+              f"{at_most}; one sequence of {busy.N} keeps {busy.fa1_busy:.0%} of the SMs busy"),
+        Claim(2, "FA2 on an A100", "50-73 %", f"under {most['FA2']:.0%}",
+              f"{at_most}; of the SMs {busy.fa2_busy:.0%}"),
+        Claim(2, "FA2 against FA1", "2 x", f"{most['FA2'] / most['FA1']:.2f} x and "
+              f"{busy.fa2_busy / busy.fa1_busy:.1f} x",
+              f"by fewer such FLOPs; by busy SMs, batch 1, {busy.heads} heads"),
+        Claim(2, "FA3 on an H100, float16", "75 %", f"{740 / H100:.0%}",
+              f"its paper's 740 of {H100:.0f} TFLOP/s; FP8, 1200 of twice that: "
+              f"{1200 / (2 * H100):.0%}, for the article's 60 %"),
+        Claim(2, "FA3 against FA2", "1.5-2 x", f"{740 / (0.35 * H100):.1f} x",
+              "its own 75 % over 35 %; by overlap alone, simulated: "
+              f"{overlap.turns_tflops / overlap.serial_tflops:.2f} x"),
     ]
 
 
@@ -154,8 +238,9 @@ def main():
     options = lesson.parser(__doc__, "device", "seed", "json")
     args, device, _ = lesson.begin(options)
     claims = []
-    for title, find in (("accuracy", differences), ("memory", peaks), ("time", times),
-                        ("arithmetic", computed)):
+    for title, find in (("accuracy", differences), ("memory", peaks), ("growth", growth),
+                        ("time", times), ("arithmetic", computed), ("traffic", traffic),
+                        ("generations", generations)):
         part = find(device, args.seed)
         print_table(f"The articles' claims: {title}",
                     ["", "claim", "article says", "here", "why"],

@@ -118,7 +118,7 @@ GENERATIONS = {"FA1": flash_attention_1, "FA2": flash_attention_2, "FA3": flash_
                "FA4": flash_attention_4,
                "FA4, polynomial": partial(flash_attention_4, exp2=polynomial_exp2)}
 REPORTED = {"FA1": "25-40 % of an A100", "FA2": "50-73 % of an A100, 35 % of an H100",
-            "FA3": "75 % of an H100", "FA4": "71 % of a B200"}  # the papers' own figures
+            "FA3": "75 % of an H100"}  # the papers' own figures
 
 
 def each_head(attend, Q, K, V):

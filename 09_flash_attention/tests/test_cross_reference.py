@@ -121,12 +121,17 @@ def test_json_of_every_phase_is_strict(tmp_path, monkeypatch):
 
 
 def test_the_claims_that_arithmetic_settles():
-    here = {claim.claim: claim.here for claim in articles.computed()}
+    found = articles.computed() + articles.traffic() + articles.generations()
+    here = {claim.claim: claim.here for claim in found}
     assert here["traffic, n=1024"] == "26.0 MB"  # 25 without n d, and in the article
     assert here["traffic, n=64K"] == "103 GB = 96 GiB"
     assert here["time to move it at 2 TB/s"] == "51.6 ms"
     assert here["arithmetic at 312 TFLOP/s"] == "3.5 ms"
     assert here["the saving tends to N^2/(Br Bc)"] == "129 at N=4096, d=64"
+    assert here["Q, K, V read once, O written once"] == "Q, O 1, 1; K, V 8 times"
+    assert here["S and P are not written back"] == "0 bytes"
+    assert here["m, l and O of a block"] == "16.9 KB"  # 64 x 64 + 2 x 64 numbers
+    assert here["FA3 on an H100, float16"] == "75%"
 
 
 def test_softmax_j_must_be_the_numerator():
