@@ -24,7 +24,7 @@ FENCE = "```text"
 def texts():
     """Return {path: the folder in which its commands run}."""
     chapters = [*PHASE.glob("README*.md"), *sorted(PHASE.glob("lesson/*/*.md"))]
-    return {**{path: ROOT for path in ROOT.glob("README*.md")}, **{path: PHASE for path in chapters}}
+    return {**dict.fromkeys(ROOT.glob("README*.md"), ROOT), **dict.fromkeys(chapters, PHASE)}
 
 
 def commands(text):
