@@ -21,7 +21,7 @@ from statistics import mode as most_common
 sys.path.insert(0, dirname(realpath(__file__)))  # `python -I` leaves it out
 from lab import lesson
 from common import cli
-from common.report import logarithmic, plotted, print_table, track
+from common.report import console, logarithmic, plotted, print_table, track
 from flash_attention import flash_attention_forward
 from flash_backward import flash_attention_backward
 from generations import flash_attention_1
@@ -29,6 +29,7 @@ from lab.cachegrind import read_in_c
 from lab.machines import CHIPS, best_tile
 from lab.scratchpad import Scratchpad
 from lab.show import slope
+from lab.tiles import AUTO
 from lab.traffic import GPT2, flop, moves, on_chip, square_tile, steps, total, traffic
 
 import torch
@@ -93,16 +94,17 @@ class CountedRow:
 def counted(N, d, memory, dtype=torch.float32, tile=None, backward=False, seed=0):
     """Run each algorithm of one head with `memory` bytes on the chip: CountedRows.
 
-    tile: (Br, Bc); None: square, the largest power of two that fits, for a backward into half of
-    the memory, since it holds twice as much. Raises ValueError where none fits.
+    tile: (Br, Bc); None: square, the largest power of two that fits. A backward gets half of the
+    memory for it, since it holds twice as much, and so do half types: the chip widens them. Where
+    N = d arrays are told apart by nothing: S and P count as O. Raises ValueError where none fits.
     """
-    width = dtype.itemsize
-    room = memory // width // (1 + backward)
+    width, wide = dtype.itemsize, max(dtype.itemsize, 4)
+    room = memory // wide // (2 if backward or width < wide else 1)
     Br, Bc = (min(n, N) for n in tile or (square_tile(room, d),) * 2)
     spare = room - on_chip(Br, Bc, d)
     if spare < 0:
-        raise ValueError(f"memory must hold a {Br}x{Bc} tile, {on_chip(Br, Bc, d) * width} bytes "
-                         f"at d={d}, got {room * width}")
+        raise ValueError(f"memory must hold a {Br}x{Bc} tile, {on_chip(Br, Bc, d) * wide} bytes "
+                         f"at d={d}, got {room * wide}")
     generator = torch.Generator().manual_seed(seed)
     inputs = [torch.randn(1, N, d, generator=generator).to(dtype) for _ in range(3 + backward)]
     result = "dQ dK dV" if backward else "O"
@@ -200,7 +202,7 @@ def claims(rows, d):
 
 def crossover(name, d, N=FAR):
     """Return the fewest on-chip elements with which `name` moves no more than standard."""
-    low, high = 4 * d, N * d
+    low, high = max(4 * d, on_chip(1, 1, d)), N * d
     while low < high:
         M = (low + high) // 2
         moved = total(traffic(name, N, d, *best_tile(name, M, d)))
@@ -225,17 +227,20 @@ def show_counted(rows):
     print_table(
         "Counted on running code, of one head: MB to and from the chip",
         ["name", "N", "chip KiB", "tile", "read", "formula", "written", "formula", "off"],
-        [(f"{r.name}{', backward' * r.backward}", r.N, f"{r.memory / 1024:g}",
+        [(f"{r.name}{', backward' * r.backward}", r.N, f"{r.memory / 1024:.4g}",
           "-" if r.name == "standard" else f"{r.Br}x{r.Bc}",
           *(f"{n / 1e6:.3f}" for n in (r.read, r.formula_read, r.written, r.formula_written)),
           f"{r.moved / (r.formula_read + r.formula_written) - 1:.2%}") for r in rows])
     N, memory = max((r.N, r.memory) for r in rows)
     arrays = ("Q", "K", "V", "O", "m l", "N x N", "tiles")
     print_table(
-        f"The same by array, N={N}, {memory / 1024:g} KiB: MB",
+        f"The same by array, N={N}, {memory / 1024:.4g} KiB: MB",
         ["name", *arrays],
         [(r.name, *(f"{r.arrays.get(a, 0) / 1e6:.3f}" for a in arrays))
          for r in rows if (r.N, r.memory, r.backward) == (N, memory, False)])
+    if any(r.moved < 0.98 * (r.formula_read + r.formula_written) for r in rows):
+        console.print("\nA chip that holds an array whole moves less than the formulas say: they "
+                      "are for d <= M <= N d, as Theorem 2 is.")
 
 
 def show_claims(found):
@@ -271,7 +276,7 @@ def show_cachegrind(rows):
     print_table(
         f"Counted by valgrind on lab/loops.c, N={rows[0].N}: MB read",
         ["cache KiB", "tile", "read", "formula", "off"],
-        [(f"{r.memory / 1024:g}", f"{r.B}x{r.B}", f"{r.read / 1e6:.3f}",
+        [(f"{r.memory / 1024:.4g}", f"{r.B}x{r.B}", f"{r.read / 1e6:.3f}",
           f"{r.formula_read / 1e6:.3f}", f"{r.read / r.formula_read - 1:.2%}") for r in rows])
 
 
@@ -301,8 +306,11 @@ def main():
     torch.set_num_threads(1)  # more would wait for each other over tiles this small
     lengths, d = sorted(set(args.seq_len or LENGTHS)), args.head_dim or 64
     dtype = getattr(torch, args.dtype or "float32")
-    tile = None if args.br is None is args.bc else lesson.tile(args)
-    count = partial(counted, d=d, dtype=dtype, tile=tile, seed=args.seed)
+    tile = tuple(None if size == AUTO else size for size in (args.br, args.bc))
+    if None in tile and any(tile):
+        options.error(f"argument --br: both sizes or none, got --br {args.br} --bc {args.bc}")
+    count = partial(counted, d=d, dtype=dtype, tile=tile if any(tile) else None,
+                    seed=args.seed)
     memory, N = args.memory, lengths[len(lengths) // 2]
     problems = [(n, memory, False) for n in lengths]
     problems += [(N, M, False) for M in (memory // 2, 2 * memory)] + [(N, memory, True)]

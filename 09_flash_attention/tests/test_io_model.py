@@ -58,6 +58,17 @@ def test_so_it_does_for_other_tiles_and_another_dtype(N, tile, dtype):
     assert (row.Br, row.Bc) == tile
 
 
+def test_half_types_move_half_the_bytes():
+    row = by_name(counted(256, 64, 64 * KIB, torch.float16))["FA2"]
+    assert (row.read, row.written) == (row.formula_read, row.formula_written)
+    assert row.written == 256 * 64 * 2
+
+
+def test_one_column_or_one_row_has_a_formula_too():
+    assert by_name(counted(1, 64, 64 * KIB))["FA2"].moved == 4 * 4 * 64
+    assert crossover("FA1", 1) >= on_chip(1, 1, 1)
+
+
 def test_with_a_tail_it_reads_what_the_formula_says():
     row = by_name(counted(200, 32, 32 * KIB, tile=(16, 32)))["FA2"]
     assert row.read == row.formula_read
@@ -251,6 +262,7 @@ def test_the_roofline_command_sets_the_measured_time_beside_the_predicted(tmp_pa
     ("io_model.py", ["--memory", "32768", "--br", "64", "--bc", "64", "--seq-len", "64"],
      "argument --memory: memory must hold a 64x64 tile"),
     ("io_model.py", ["--memory", "none"], "argument --memory"),
+    ("io_model.py", ["--br", "16", "--bc", "auto"], "argument --br: both sizes or none"),
     ("roofline.py", ["--chip", "910"], "argument --chip"),
     ("roofline.py", ["--memory", "16"], "argument --memory: M must hold a 1 x 1 tile"),
 ])
