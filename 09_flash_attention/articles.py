@@ -10,6 +10,7 @@ from os.path import dirname, realpath
 
 sys.path.insert(0, dirname(realpath(__file__)))  # `python -I` leaves it out
 from lab import lesson
+from approximate import METHODS, SHARE, by_kind, errors
 from common import cli
 from common.report import mib, print_table
 from flash_attention import benchmark_speed, compare_and_verify, profile_memory, trace
@@ -22,6 +23,7 @@ from overlap import hopper, rates
 import torch
 
 MEMORY_N, SPEED_N = 4096, 2048  # the lengths that the first article measures at
+APPROXIMATE_N = 1024
 
 
 @dataclass
@@ -199,6 +201,20 @@ def generations(device="cpu", seed=0):
     ]
 
 
+def other_route(device, seed=0):
+    """Return the second article's claim of approximations: what they give up at equal FLOPs."""
+    found = by_kind(errors(Case(APPROXIMATE_N), device, seed))
+    worst = {name: max(error[name, SHARE] for error in found.values()) for name in METHODS}
+    best = min(worst, key=worst.get)
+    flash = max(error["flash", SHARE] for error in found.values())
+    return [Claim(2, "approximations pay with quality", "each its own way",
+                  f"error {worst[best]:.0%} or more",
+                  f"at {SHARE:g} of the FLOPs, N={APPROXIMATE_N}, on the worst of {len(found)} "
+                  f"inputs; {best} is the best of {len(worst)}"),
+            Claim(2, "FlashAttention gives up no accuracy", "exact", f"error {flash:.0e}",
+                  "on the same inputs, against float64")]
+
+
 def softmax_j_errors(n=8, Bc=4, seed=0):
     """Apply the second article's update of O with softmax_j read both ways; return both errors.
 
@@ -240,7 +256,7 @@ def main():
     claims = []
     for title, find in (("accuracy", differences), ("memory", peaks), ("growth", growth),
                         ("time", times), ("arithmetic", computed), ("traffic", traffic),
-                        ("generations", generations)):
+                        ("generations", generations), ("the other route", other_route)):
         part = find(device, args.seed)
         print_table(f"The articles' claims: {title}",
                     ["", "claim", "article says", "here", "why"],

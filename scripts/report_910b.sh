@@ -36,6 +36,7 @@ lesson cross_reference cross_reference.py --traces "$report/traces"
 lesson roofline roofline.py --plot "$report"
 lesson generations generations.py
 lesson lazy_rescale lazy_rescale.py --plot "$report"
+lesson approximate approximate.py --plot "$report"
 lesson variants flash_variants.py
 lesson decoding flash_decoding.py --mode all
 lesson backward flash_backward.py --mode all --br auto --bc auto

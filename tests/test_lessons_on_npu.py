@@ -25,9 +25,10 @@ LESSONS = {
     "roofline": "--seq-len 64",
     "generations": "--seq-len 96",
     "lazy_rescale": "",
+    "approximate": "--seq-len 1024",
     "mini_gpt": "--steps 3 --seq-len 16 --embd 16 --heads 2 --layers 1 --batch 2",
 }
-ON_THE_CPU = {"io_model", "overlap"}  # they count, and run nothing on a device
+ON_THE_CPU = {"io_model", "overlap", "fp8"}  # they count, and run nothing on a device
 # One child a card: it loads torch once. Two rounds are timed instead of five or more, and the
 # articles' lengths and what measures the bandwidth are cut.
 CHILD = """
