@@ -42,32 +42,39 @@ from functools import partial
 from common import cli
 from common.report import console, print_table
 from lab import lesson
+from lab.autocast import without_autocast
 from lab.bench import Candidate, benchmark, profile, verify
 from lab.cases import VERIFY_CASES, Case
 from lab.formulas import forward_bytes
 from lab.fused import fused_attention
 from lab.show import print_growth, print_memory, print_speed, print_verify
 from lab.tiles import choose_tile, exp_
-from lab.visible import Visible, fill, refuse_gradients
+from lab.visible import Visible, fill, refuse_gradients, refuse_transforms, same
 
 
+@without_autocast
 def standard_attention(Q, K, V, *, causal=False, q_start=None, window=None, scale=None,
-                       attn_mask=None, score_mod=None, return_lse=False):
+                       attn_mask=None, score_mod=None, return_lse=False, dropout_p=0.0, seed=0):
     """Return softmax(Q K^T * scale) V as the formula stands: the baseline, with two N x N matrices.
 
     Arguments, result and errors are those of `flash_attention_forward`. For float16 and bfloat16
     the scores are float32, and P is rounded to V's dtype before it meets V, as model code does.
     Autograd goes through it. NaN or inf in a key that some query sees reaches every gradient.
     """
-    visible = Visible(Q, K, V, causal, q_start, window, scale, attn_mask, score_mod)
+    visible = Visible(Q, K, V, causal, q_start, window, scale, attn_mask, score_mod, dropout_p,
+                      seed)
     rows = slice(0, visible.Nq)
     cols = visible.key_range(rows)
     K_cols, V_cols = visible.key_block(K, cols), visible.key_block(V, cols)  # [X, Nk, d or dv]
-    S = visible.row_block(Q, rows) @ K_cols.transpose(1, 2) * visible.scale  # [X, G*Nq, Nk]
-    S, V_cols = visible.restrict(S, V_cols, rows, cols)
+    Q_rows = visible.row_block(Q, rows)  # [X, G*Nq, d]
+    unseen = visible.hidden_keys(Q_rows, K_cols)  # [X, Nk, 1]
+    K_cols, V_cols = fill(K_cols, unseen, 0), fill(V_cols, unseen, 0)
+    S = Q_rows @ K_cols.transpose(1, 2) * visible.scale  # [X, G*Nq, Nk]
+    S = visible.restrict(S, rows, cols, unseen)
     blind = visible.blind_rows(S)  # [X, G*Nq, 1]
     S = fill(S, blind, 0)
-    P = visible.rounded(torch.softmax(S, dim=-1), V.dtype)  # [X, G*Nq, Nk]
+    drop = visible.dropping(rows, cols).get("drop", same)
+    P = visible.rounded(drop(torch.softmax(S, dim=-1)), V.dtype)  # [X, G*Nq, Nk]
     O = fill(P @ visible.rounded(V_cols, V.dtype), blind, 0)  # [X, G*Nq, dv]
     O = O.to(V.dtype).view(*Q.shape[:-1], V.shape[-1])  # [..., Nq, dv]
     if not return_lse:
@@ -76,11 +83,12 @@ def standard_attention(Q, K, V, *, causal=False, q_start=None, window=None, scal
     return O, L.view(Q.shape[:-1])
 
 
-def online_softmax_step(m, l, O_block, S_block, V_block):
+def online_softmax_step(m, l, O_block, S_block, V_block, drop=same):
     """Take one more tile into the softmax; what was summed is rescaled to the new maximum.
 
     m, l [X, Br, 1]: running maximum and running sum of exp. O_block [X, Br, dv]: running output,
     not yet divided by l. S_block [X, Br, Bc], V_block [X, Bc, dv]: the tile's scores and values.
+    drop: what dropout makes of P_block; l sums what it was before.
     Returns the new m, l, O_block. S_block and the old l and O_block are overwritten.
     Source: FlashAttention-2, Algorithm 1, lines 9 and 10.
     """
@@ -88,13 +96,14 @@ def online_softmax_step(m, l, O_block, S_block, V_block):
     correction = torch.exp(m - m_new)  # [X, Br, 1], at most 1
     P_block = exp_(S_block.sub_(m_new))  # [X, Br, Bc]
     l = l.mul_(correction).add_(P_block.sum(-1, keepdim=True))  # [X, Br, 1]
-    O_block = O_block.mul_(correction).baddbmm_(P_block, V_block)  # [X, Br, dv]
+    O_block = O_block.mul_(correction).baddbmm_(drop(P_block), V_block)  # [X, Br, dv]
     return m_new, l, O_block
 
 
+@without_autocast
 def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None, window=None,
                             scale=None, attn_mask=None, score_mod=None, return_lse=False,
-                            return_m_l=False):
+                            return_m_l=False, dropout_p=0.0, seed=0):
     """Return exact attention, tile by tile: no matrix larger than Br x Bc a head ever stands.
 
     Q [..., Nq, d], K [..., Nk, d], V [..., Nk, dv] -> O [..., Nq, dv] in Q's dtype: float16,
@@ -115,6 +124,8 @@ def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None
         float32, or float64 for float64.
     return_m_l: return (O, m, l), [..., Nq] each: L = m + log(l), which loses log(l) beside a large
         m. What rebuilds weights from it takes exp(score - m) / l.
+    dropout_p: the chance of a weight to be 0, while the others are divided by 1 - dropout_p. Which
+        ones is a function of seed and of where they stand alone: see lab/dropout.py.
 
     A row that sees no key gives O = 0, l = 0 and L = -inf. NaN or inf in V reaches each query of a
     tile in which some query sees that key (0 * NaN is NaN): it is up to the tile which these are.
@@ -122,7 +133,9 @@ def flash_attention_forward(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None
     forward alone), TypeError for dtypes.
     Source: FlashAttention-2, Algorithm 1: query blocks outside, key blocks inside.
     """
-    visible = Visible(Q, K, V, causal, q_start, window, scale, attn_mask, score_mod)
+    visible = Visible(Q, K, V, causal, q_start, window, scale, attn_mask, score_mod, dropout_p,
+                      seed)
+    refuse_transforms(Q, K, V, attn_mask)
     refuse_gradients(Q=Q, K=K, V=V, attn_mask=attn_mask)
     O = Q.new_empty(*Q.shape[:-1], V.shape[-1])
     m_l = [Q.new_empty(*Q.shape[:-1], 1, dtype=visible.dtype)
@@ -144,8 +157,9 @@ def attend_in_tiles(visible, Br, Bc, queries, keys, step=None):
         shape = visible.X, visible.G * (rows.stop - rows.start)
         m = Q.new_full((*shape, 1), visible.finite[0], dtype=visible.dtype)  # [X, G*Br, 1]
         l, O_block = torch.zeros_like(m), m.new_zeros(*shape, V.shape[-1])  # [X, G*Br, 1 or dv]
-        for _, S_block, V_block in visible.score_blocks(Q, K, V, rows, Bc, scratch):
-            m, l, O_block = step(m, l, O_block, S_block, V_block)
+        for cols, S_block, V_block in visible.score_blocks(Q, K, V, rows, Bc, scratch):
+            dropping = visible.dropping(rows, cols)
+            m, l, O_block = step(m, l, O_block, S_block, V_block, **dropping)
         O_block.div_(l.masked_fill(l == 0, 1))  # l = 0: saw no key
         visible.store((O, *m_l), rows, (O_block, m, l))
         del m, l, O_block  # or those of the next rows would stand beside them

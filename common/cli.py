@@ -59,7 +59,8 @@ def _refusal(fault):
     """Return the one line that says why `fault` is no error of the program, or None."""
     said = " ".join(str(fault).split()) or type(fault).__name__
     if isinstance(fault, ImportError):
-        return f"{said} ({sys.executable}; bash scripts/setup.sh makes a .venv that has it)"
+        cure = "" if "pip install" in said else "; bash scripts/setup.sh makes a .venv that has it"
+        return f"{said} ({sys.executable}{cure})"
     if is_out_of_memory(fault):
         return f"no room in memory: {said}"
     return said if isinstance(fault, (Refused, OSError)) else None

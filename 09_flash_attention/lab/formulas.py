@@ -52,7 +52,7 @@ def forward_bytes(name, case, Br=1, Bc=1, at_once=None):
     return result + beside[name]
 
 
-def backward_bytes(name, case, Br=1, Bc=1, at_once=None):
+def backward_bytes(name, case, Br=1, Bc=1, at_once=None, extra=None):
     """Return the peak of a forward and a backward, beside Q, K, V and dO.
 
     standard, in the softmax's backward: P, dP, dS, O and dV, and where causal or window hide keys
@@ -62,6 +62,11 @@ def backward_bytes(name, case, Br=1, Bc=1, at_once=None):
     where the heads of a group become rows of one tile or half types are widened, Q_block, dO_block,
     O_block, m and l too. Half types sum dK and dV in float32, and hold tiles of K and V beside
     those of the rows or, at the end, beside dK and dV: for them this is a bound.
+    extra: see lab/extras.py. flash holds L, and for half types dL in float32; or two int64 numbers
+    an entry of a tile, where dropout hashes, and one a row and a column. With a mask that learns or
+    a score_mod this is a bound: the mask's gradient, copies of the rows and of a tile of K and V,
+    in which rows and keys that see nothing are 0, and one tile, or eight for a score_mod of a few
+    operators and its derivative. Of standard it is what stands without an extra.
     """
     heads, kv_heads, Nq, Nk, d, dv, width, wide = sizes(case)
     half = width < wide
@@ -75,10 +80,25 @@ def backward_bytes(name, case, Br=1, Bc=1, at_once=None):
     held = width * (O + dQ) + wide * 2 * heads * Nq
     heads, kv_heads = taken(heads, kv_heads, at_once)
     held += wide * 2 * heads * Br * Bc + Br * Bc * masks(case)
+    held += extra_bytes(case, extra, heads, kv_heads, Br, Bc)
     if not half:
         return held + width * (dK + dV) + wide * heads * Br * rows
     held += wide * (dK + dV + kv_heads * Bc * (d + dv))
     return held + max(width * (dK + dV), wide * (heads * Br * rows + kv_heads * Bc * (2 * d + dv)))
+
+
+def extra_bytes(case, extra, heads, kv_heads, Br, Bc):
+    """Return the bytes of `backward_bytes` that an extra adds to flash; heads: those of a tile."""
+    all_heads, _, Nq, Nk, d, dv, width, wide = sizes(case)
+    zeroed = wide * (heads * Br * (d + dv + max(d, dv) + 3) + kv_heads * Bc * (d + dv))
+    return {
+        None: 0,
+        "L": wide * all_heads * Nq * (1 + (width < wide)),
+        "dropout": 16 * heads * Br * Bc + 8 * (heads * Br + Br + Bc),
+        "mask": wide * Nk + zeroed + wide * heads * Br * Bc,
+        "softcap": zeroed + 8 * wide * heads * Br * Bc,
+        "slopes": zeroed + 8 * wide * heads * Br * Bc,
+    }[extra]
 
 
 def split_bytes(case, splits, Br, Bc):

@@ -61,28 +61,39 @@ def seen(case, Nq, Nk):
     return keep if left is None else keep.triu(Nk - Nq - left)
 
 
-def weights(Q, K, keep):
-    """Return P, and P with each weight as many times as its error counts: see `floor`."""
+def weights(Q, K, keep, S=None):
+    """Return P, and P with each weight as many times as its error counts: see `floor`.
+
+    S: the scores, where they are not Q K^T * scale alone.
+    """
     scale = Q.shape[-1] ** -0.5
-    S = (Q @ K.mT * scale).masked_fill(~keep, -torch.inf)
-    P = torch.softmax(S, dim=-1).masked_fill(~keep, 0)  # NaN where a row sees nothing
-    t = Q.abs() @ K.abs().mT * scale
+    raw = Q @ K.mT * scale
+    S = raw if S is None else S
+    P = torch.softmax(S.masked_fill(~keep, -torch.inf), dim=-1)
+    P = P.masked_fill(~keep, 0)  # NaN where a row sees nothing
+    t = Q.abs() @ K.abs().mT * scale + (S - raw).abs()
     return P, P * (1 + t + (P * t).sum(-1, keepdim=True))
 
 
-def gradient_sums(Q, K, V, O, dO, keep, G):
-    """Return (terms, rounded but for the result) of dQ, dK and dV."""
-    P, W = weights(Q, K, keep)
-    dP = dO.abs() @ V.abs().mT
-    dS = W * (dP + (P * dP).sum(-1, keepdim=True)) * Q.shape[-1] ** -0.5
-    D = P * (dO * O).abs().sum(-1, keepdim=True) * Q.shape[-1] ** -0.5  # what D gives to dS
+def gradient_sums(Q, K, V, O, dO, keep, G, S=None, Z=1.0, dL=0.0):
+    """Return (terms, rounded but for the result) of dQ, dK, dV and dS.
+
+    S: the scores, where they are not Q K^T * scale alone; Z: what dropout multiplies P by; dL: of
+    L, a column.
+    """
+    P, W = weights(Q, K, keep, S)
+    dP = dO.abs() @ V.abs().mT * Z
+    scores = W * (dP + (P * dP).sum(-1, keepdim=True) + abs(dL)), (  # what D gives to dS:
+        P * (dO * O).abs().sum(-1, keepdim=True))
+    dS, D = (x * Q.shape[-1] ** -0.5 for x in scores)
 
     def of_group(x):
         return x.unflatten(1, (-1, G)).sum(2) if G > 1 else x
 
     return ((dS @ K.abs(), D @ K.abs()),
             (of_group(dS.mT @ Q.abs()), of_group(D.mT @ Q.abs())),
-            (of_group(W.mT @ dO.abs()), of_group(P.mT @ dO.abs())))
+            (of_group((W * Z).mT @ dO.abs()), of_group((P * Z).mT @ dO.abs())),
+            scores)
 
 
 def judge(found, standard, reference, floor, factor=2):

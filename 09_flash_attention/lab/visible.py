@@ -9,14 +9,15 @@ Causal, 8 queries and keys in 2 x 2 tiles (`flash_attention.py --mode trace --ca
 """
 
 import math
-import numbers
 from functools import partial
 
 import torch
 
+from lab.checks import DTYPES, check_call, check_dropout  # noqa: F401  DTYPES for others
+from lab.dropout import Dropout
 from lab.tiles import choose_tile, head_parts
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+is_compiling = getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling  # 2.1
 
 
 class Visible:
@@ -29,8 +30,9 @@ class Visible:
     """
 
     def __init__(self, Q, K, V, causal=False, q_start=None, window=None, scale=None,
-                 attn_mask=None, score_mod=None):
-        _check(Q, K, V, q_start, window, scale, attn_mask, score_mod)
+                 attn_mask=None, score_mod=None, dropout_p=0.0, seed=0):
+        check_call(Q, K, V, q_start, window, scale, attn_mask, score_mod)
+        check_dropout(dropout_p, seed)
         if attn_mask is not None:  # of as many dimensions as Q
             attn_mask = attn_mask.reshape((1,) * (Q.dim() - attn_mask.dim()) + attn_mask.shape)
         self.options = causal, q_start, window, scale, attn_mask, score_mod
@@ -51,6 +53,8 @@ class Visible:
             self.right = min(self.right, 0)
         self.is_causal = self.right == 0 and self.left == unbounded
         self.attn_mask = None if attn_mask is None else self.grouped(attn_mask)
+        self.attn_mask_gradient = None  # of attn_mask's shape, where dS is summed up
+        self.dropout = Dropout(dropout_p, seed, Q) if dropout_p else None
         self.score_mod = score_mod
         if score_mod is not None:
             self.b = self.h = torch.zeros((), dtype=torch.long, device=Q.device)
@@ -87,20 +91,25 @@ class Visible:
         Q, K, V = queries[0], *keys[:2]
         Br, Bc, at_once = choose_tile(Br, Bc, Q, K, V.shape[-1], Q.device.type)
         for q, k in head_parts(Q, K, at_once) if at_once < self.X else [((), ())]:
-            part = Visible(Q[q], K[k], V[k], *self.options[:4], *self._of_heads(q)) if q else self
+            part = self._of_heads(Q[q], K[k], V[k], q) if q else self
             yield part, Br, Bc, [x[q] for x in queries], [x[k] for x in keys]
 
-    def _of_heads(self, q):
-        """Return attn_mask and score_mod of the heads of `q`, slices of Q's leading dimensions."""
-        attn_mask, score_mod = self.options[4:]
-        if attn_mask is not None:
-            sides = zip(q, attn_mask.shape)
-            attn_mask = attn_mask[tuple(s if n > 1 else slice(None) for s, n in sides)]
-        if score_mod is None:
-            return attn_mask, None
+    def _of_heads(self, Q, K, V, q):
+        """Return the Visible of the heads of `q`, slices of Q's leading dimensions."""
+        *options, attn_mask, score_mod = self.options
         b0, h0 = q[0].start, q[1].start if len(q) > 1 else 0
-        return attn_mask, lambda score, b, h, q_idx, kv_idx: score_mod(
-            score, b + b0, h + h0, q_idx, kv_idx)
+
+        def mask_of(x):
+            sides = zip(q, () if x is None else x.shape)
+            return x if x is None else x[tuple(s if n > 1 else slice(None) for s, n in sides)]
+
+        def score_mod_of(score, b, h, q_idx, kv_idx):
+            return score_mod(score, b + b0, h + h0, q_idx, kv_idx)
+
+        part = Visible(Q, K, V, *options, mask_of(attn_mask), score_mod and score_mod_of)
+        part.attn_mask_gradient = mask_of(self.attn_mask_gradient)
+        part.dropout = self.dropout and self.dropout.of_heads(q)
+        return part
 
     # What is visited
 
@@ -120,7 +129,8 @@ class Visible:
             return
         for j in range(seen.start // Bc * Bc, seen.stop, Bc):
             cols = slice(max(j, seen.start), min(j + Bc, seen.stop))
-            if self.attn_mask is None or self._mask_tile(rows, cols)[1].any():
+            # A compiler can't know what a mask holds, so there its tiles are visited all the same.
+            if self.attn_mask is None or is_compiling() or self._mask_tile(rows, cols)[1].any():
                 yield cols
 
     def sees_all(self, rows, cols):
@@ -174,24 +184,22 @@ class Visible:
         for cols in self.key_blocks(rows, Bc):
             K_block, V_block = self.key_block(K, cols), self.key_block(V, cols)  # [X, Bc, ...]
             shape = (*Q_block.shape[:2], K_block.shape[1])
-            S_block = scratch[: math.prod(shape)].view(shape)
-            torch.bmm(Q_block, K_block.transpose(1, 2), out=S_block).mul_(self.scale)
-            S_block, V_block = self.restrict(S_block, V_block, rows, cols)
+            # A compiler lays memory out by itself, and may run this generator to its end first.
+            place = None if is_compiling() else scratch[: math.prod(shape)].view(shape)
+            S_block = torch.bmm(Q_block, K_block.transpose(1, 2), out=place).mul_(self.scale)
+            S_block = self.restrict(S_block, rows, cols)
             refuse_gradients(score_mod=S_block)
-            yield cols, S_block, V_block
+            yield cols, S_block, self.seen_keys(V_block, S_block)
 
-    def restrict(self, S_block, V_block, rows, cols):
+    def restrict(self, S_block, rows, cols, unseen=None):
         """Apply score_mod, attn_mask, causal and window to S_block [X, G*Br, Bc], overwriting it.
 
-        Hidden scores become -inf. In V_block [X, Bc, dv] a key that no query of the tile sees gets
-        zeros: a weight of 0 does not hide the NaN of an unused key, since 0 * NaN is NaN.
+        Hidden scores become -inf, and so do those of the keys `unseen` [X, Bc, 1].
         """
         Br, Bc = rows.stop - rows.start, cols.stop - cols.start
         S = S_block.view(*self.lead, self.G, Br, Bc)  # [..., Hkv, G, Br, Bc]
         if self.score_mod is not None:
-            i = torch.arange(rows.start, rows.stop, device=S.device)[:, None]  # [Br, 1]
-            j = torch.arange(cols.start, cols.stop, device=S.device)  # [Bc]
-            changed = self.score_mod(S, self.b, self.h, i, j).to(self.dtype)
+            changed = self.modified(S, rows, cols).to(self.dtype)
             S = changed.expand(S.shape).clone()  # autograd may keep what score_mod returned
         if self.attn_mask is not None:
             bias, seen = self._mask_tile(rows, cols)
@@ -207,15 +215,51 @@ class Visible:
             if cols.start < self.q_start + rows.stop - 1 - self.left:
                 hidden |= ones().tril_(first - self.left - 1)
             S = S.masked_fill_(hidden, -math.inf)
-        S_block = S.view(S_block.shape)
-        return S_block, self.seen_keys(V_block, S_block)
+        S = S.view(S_block.shape)
+        return S if unseen is None else S.masked_fill_(unseen.transpose(1, 2), -math.inf)
+
+    def modified(self, S, rows, cols):
+        """Return what score_mod makes of a tile's scores [..., Hkv, G, Br, Bc]."""
+        i = torch.arange(rows.start, rows.stop, device=S.device)[:, None]  # [Br, 1]
+        j = torch.arange(cols.start, cols.stop, device=S.device)  # [Bc]
+        return self.score_mod(S, self.b, self.h, i, j)
+
+    def dropping(self, rows, cols):
+        """Return {'drop': of a tile [X, G*Br, Bc] -> what dropout leaves of it}, {} without one."""
+        if self.dropout is None:
+            return {}
+        shape = self.X, self.G * (rows.stop - rows.start), cols.stop - cols.start
+        dropped = self.dropout.dropped(rows, cols).view(shape)  # [..., Hq, Br, Bc] -> [X, G*Br, Bc]
+        return {"drop": lambda x: x.masked_fill(dropped, 0).div_(1 - self.dropout.p)}
+
+    def add_to_mask(self, dS_block, rows, cols):
+        """Add a tile's dS [X, G*Br, Bc] to attn_mask_gradient, summed over what is broadcast."""
+        dS = dS_block.view(*self.lead, self.G, rows.stop - rows.start, cols.stop - cols.start)
+        tile = tile_of(self.grouped(self.attn_mask_gradient), rows, cols)  # [..., Br|1, Bc|1]
+        tile += dS.sum_to_size(tile.shape)
 
     def seen_keys(self, block, S_block):
-        """Return a tile's K_block or V_block with zeros for keys that no query of it sees."""
+        """Return a tile's K_block or V_block with zeros for keys that no query of it sees: a weight
+        of 0 does not hide the NaN of an unused key, since 0 * NaN is NaN.
+        """
+        return fill(block, self.unseen_keys(S_block), 0)
+
+    def unseen_keys(self, S_block):
+        """Return which keys of a tile no query of it sees, [X, Bc, 1]; None where each is seen."""
         if self.score_mod is None and self.attn_mask is None:
-            return block  # each key is seen by a query
-        unseen = (S_block == -math.inf).all(-2)  # [X, Bc]
-        return block.masked_fill(unseen.unsqueeze(-1), 0)
+            return None
+        return (S_block == -math.inf).all(-2).unsqueeze(-1)
+
+    def hidden_keys(self, Q_rows, K_cols):
+        """Return which keys no query sees, [X, Nk, 1], or None, for who lets autograd through all
+        scores: it multiplies K by dS, which is 0 there, and 0 * NaN is NaN.
+        """
+        if self.score_mod is None and self.attn_mask is None:
+            return None
+        rows = slice(0, self.Nq)
+        with torch.no_grad():
+            S = Q_rows @ K_cols.transpose(1, 2) * self.scale  # [X, G*Nq, Nk]
+            return self.unseen_keys(self.restrict(S, rows, self.key_range(rows)))
 
     def blind_rows(self, S):
         """Return which rows of S [X, G*Nq, Nk] see no key, [X, G*Nq, 1], or None where all see one.
@@ -231,18 +275,40 @@ class Visible:
 
     def _mask_tile(self, rows, cols):
         """Return attn_mask's tile: what it adds, or None, and what it keeps [..., Br|1, Bc|1]."""
-        tile = self.attn_mask
-        tile = tile if tile.shape[-2] == 1 else tile[..., rows, :]
-        tile = tile if tile.shape[-1] == 1 else tile[..., cols]
+        tile = tile_of(self.attn_mask, rows, cols)
         return (None, tile) if tile.dtype == torch.bool else (tile, tile != -math.inf)
+
+
+def tile_of(mask, rows, cols):
+    """Return the tile of a mask [..., Nq or 1, Nk or 1], a view."""
+    mask = mask if mask.shape[-2] == 1 else mask[..., rows, :]
+    return mask if mask.shape[-1] == 1 else mask[..., cols]
+
+
+def same(x):
+    """Return x: what stands where nothing is dropped."""
+    return x
+
+
+def wants_gradient(*tensors):
+    """Return whether a gradient is to be computed for one of these tensors; None is no tensor."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def refuse_gradients(**inputs):
     """Raise ValueError for an input that wants a gradient."""
     for name, tensor in inputs.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        if wants_gradient(tensor):
             raise ValueError(f"{name} wants a gradient, got requires_grad=True: this is the "
                              "forward alone, call it under torch.no_grad()")
+
+
+def refuse_transforms(*tensors):
+    """Raise TypeError for a tensor of torch.func, of which there is no tile to write to."""
+    is_one = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)  # torch 2.2
+    if is_one and not is_compiling() and any(map(is_one, filter(torch.is_tensor, tensors))):
+        raise TypeError("Q, K, V and attn_mask must be plain tensors, got one inside vmap, grad or "
+                        "jvp of torch.func: standard_attention takes such")
 
 
 def fill(x, where, value):
@@ -255,61 +321,3 @@ def batched(x):
     lead = x.shape[:-2]
     shape = (lead[:-1].numel(), lead[-1]) if len(lead) > 1 else (lead.numel(), 1)
     return x.reshape(*shape, *x.shape[-2:])
-
-
-def _check(Q, K, V, q_start, window, scale, attn_mask, score_mod):
-    for name, x in (("Q", Q), ("K", K), ("V", V), ("attn_mask", attn_mask)):
-        is_mask = name == "attn_mask"
-        if is_mask and x is None:
-            continue
-        dtype = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        if dtype not in DTYPES and not (is_mask and dtype == torch.bool):
-            raise TypeError(f"{name} must be a {'bool, ' * is_mask}float16, bfloat16, float32 or "
-                            f"float64 tensor, got {dtype}")
-        if x.layout != torch.strided or x.is_nested:
-            raise TypeError(f"{name} must be a dense tensor, got one of layout "
-                            f"{'nested' if x.is_nested else x.layout}")
-        if x.dim() < 2 and not is_mask:
-            raise ValueError(f"{name} must be [..., N, d], got shape {tuple(x.shape)}")
-        if dtype != Q.dtype and not is_mask:
-            raise TypeError(f"{name} must have Q's dtype {Q.dtype}, got {dtype}")
-        if x.device != Q.device:
-            raise ValueError(f"{name} must be on Q's device {Q.device}, got {x.device}")
-    shapes = f"got Q {tuple(Q.shape)}, K {tuple(K.shape)}, V {tuple(V.shape)}"
-    if Q.shape[-1] != K.shape[-1] or Q.shape[-1] == 0:
-        raise ValueError(f"Q and K must have the same last dimension d >= 1, {shapes}")
-    if K.shape[:-1] != V.shape[:-1]:
-        raise ValueError(f"K and V must agree in all but the last dimension, {shapes}")
-    grouped = (Q.dim() > 3 and Q.shape[:-3] == K.shape[:-3] and min(Q.shape[-3], K.shape[-3]) > 0
-               and Q.shape[-3] % K.shape[-3] == 0)
-    if Q.shape[:-2] != K.shape[:-2] and not grouped:
-        raise ValueError("K must have Q's leading dimensions, or with [B, H, N, d] a number of "
-                         f"heads that divides Q's, {shapes}")
-    if q_start is not None and not _is_int(q_start):
-        raise ValueError(f"q_start must be an int within 2^32 or None, got {q_start!r}")
-    if window is not None and not (isinstance(window, (tuple, list)) and len(window) == 2
-                                   and all(w is None or _is_int(w) and w >= 0 for w in window)):
-        raise ValueError("window must be (left, right), each an int from 0 to 2^32 or None, "
-                         f"got {window!r}")
-    if scale is not None and not _is_finite(scale):
-        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
-    if score_mod is not None and Q.dim() > 4:
-        raise ValueError(f"score_mod takes [B, H, N, d] or fewer dimensions, {shapes}")
-    if attn_mask is not None:
-        scores = (*Q.shape[:-1], K.shape[-2])
-        sides = zip(reversed(attn_mask.shape), reversed(scores))
-        if attn_mask.dim() > len(scores) or any(have not in (1, want) for have, want in sides):
-            raise ValueError(f"attn_mask must broadcast to the scores {scores}, "
-                             f"got shape {tuple(attn_mask.shape)}")
-
-
-def _is_finite(value):
-    try:
-        return isinstance(value, numbers.Real) and math.isfinite(float(value))
-    except OverflowError:
-        return False
-
-
-def _is_int(value):
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return whole and abs(int(value)) <= 2**32  # as positions they are added in int64

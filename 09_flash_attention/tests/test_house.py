@@ -26,6 +26,7 @@ TAUGHT = {
     "approximate": {"METHODS", "SHARE", "by_kind", "errors"},
     "lazy_rescale": {"flash_attention_4", "polynomial_exp2"},
     "flash_decoding": {"KVCache"},
+    "flash_variants": {"with_sink"},
     "mini_gpt": {"CausalSelfAttention"},
 }
 MAY_BE_MISSING = {"flash_triton", "torch.nn.attention", "matplotlib"}  # flash_triton needs Triton

@@ -1,0 +1,106 @@
+"""What a score_mod learns: tensors that it reads from a closure, a module or anywhere else and that
+want a gradient, and that gradient, tile by tile.
+
+No list of names can tell which tensors these are, so a score_mod is watched as it runs: for each of
+them its operators get a stand-in, a leaf of the graph of one tile.
+"""
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+BLIND = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5)  # what watches sees no x[index]
+
+
+class _Watch(TorchFunctionMode):
+    """Hands operators a stand-in for each tensor that wants a gradient and was made before."""
+
+    def __init__(self, score):
+        super().__init__()
+        self.made = WeakTensorKeyDictionary({score: True})
+        self.read = {}  # id: (tensor, stand-in)
+
+    def stand_in(self, x):
+        if not isinstance(x, torch.Tensor) or not x.requires_grad or x in self.made:
+            return x
+        return self.read.setdefault(id(x), (x, x.detach().requires_grad_()))[1]
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map(self.stand_in, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        for x in tree_flatten(result)[0]:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                self.made[x] = True
+        return result
+
+
+def watch(score_mod, score, *position):
+    """Return score_mod(score, *position) with its graph, and [(tensor, stand-in)], what it learns.
+    """
+    with torch.enable_grad(), _Watch(score) as watched:
+        changed = score_mod(score, *position)
+        return watched.stand_in(changed), list(watched.read.values())
+
+
+def learned_by(visible):
+    """Return the tensors that the score_mod of a call learns, by two looks at its first score.
+
+    Raises ValueError where it learns from a tensor that is another one each time: no operator of
+    torch made it, but something like an autograd.Function.
+    """
+    if not visible.Nq * visible.Nk:
+        return []
+    score = torch.zeros((), dtype=visible.dtype, device=visible.b.device, requires_grad=True)
+    first = torch.zeros((), dtype=torch.long, device=score.device)
+    looks = [watch(visible.score_mod, score, visible.b, visible.h, first, first)[1]
+             for _ in range(2)]
+    learned, again = ([x for x, _ in look] for look in looks)
+    if list(map(id, learned)) != list(map(id, again)):
+        raise ValueError("score_mod must learn by torch's own operators, got a tensor that "
+                         "something else makes, like an autograd.Function: call that before it"
+                         + ", and take(index) instead of [index]" * BLIND)
+    return learned
+
+
+class Learning:
+    """A score_mod whose derivative can be taken at the tile that it was called with last.
+
+    sums: over the tiles so far, the gradients of the tensors `learned`, in float32 for half types.
+    """
+
+    def __init__(self, score_mod, learned):
+        self.score_mod, self.learned = score_mod, learned
+        self.sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+                     for x in learned]
+
+    def __call__(self, score, *position):
+        self.tile = score, position
+        return self.score_mod(score, *position)
+
+    def backward(self, dS_block):
+        """Return the gradient of the raw scores, from that of the changed ones; add to the sums.
+
+        A hidden score, whose dS is 0, may come from the NaN of an unused key: it counts as 0 here.
+        """
+        score, position = self.tile
+        dS = dS_block.view_as(score)
+        score = score.masked_fill((dS == 0) & ~score.isfinite(), 0).requires_grad_()
+        changed, read = watch(self.score_mod, score, *position)
+        if not changed.requires_grad:
+            return dS_block.zero_()
+        dS = dS.sum_to_size(changed.shape).to(changed.dtype)
+        inputs, places = [score], {id(x): n for n, x in enumerate(self.learned)}
+        inputs += [stand_in for _, stand_in in read]
+        d_score, *found = torch.autograd.grad(changed, inputs, dS, allow_unused=True)
+        for (x, _), gradient in zip(read, found):
+            if id(x) not in places:
+                raise ValueError("score_mod must learn the same tensors in every tile, got one of "
+                                 f"shape {tuple(x.shape)} that is not among `learned`")
+            if gradient is not None:
+                self.sums[places[id(x)]] += gradient
+        return dS_block.zero_() if d_score is None else d_score.view_as(dS_block)
+
+    def results(self):
+        """Return the gradients of `learned` in their dtypes."""
+        return [total.to(x.dtype) for x, total in zip(self.learned, self.sums)]
