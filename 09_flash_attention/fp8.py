@@ -47,7 +47,8 @@ def quantised(x, rows=None):
     The scale takes the block's largest entry to 448.
     """
     blocks = x.split(rows or len(x))
-    scales = [block.abs().amax() / LARGEST for block in blocks]
+    tiny = torch.finfo(x.dtype).tiny  # a block of zeros has a scale too
+    scales = [(block.abs().amax() / LARGEST).clamp(min=tiny) for block in blocks]
     return torch.cat([e4m3(block / scale) * scale for block, scale in zip(blocks, scales)])
 
 
@@ -55,9 +56,11 @@ def hadamard(x, signs):
     """Return x [N, d] times random signs [d], then times the Walsh-Hadamard matrix / sqrt(d).
 
     Every entry becomes a sum over its row, so an outlier is spread. The map is orthogonal: done to
-    both Q and K, it leaves Q K^T as it is. d must be a power of 2.
+    both Q and K, it leaves Q K^T as it is. Raises ValueError where d is no power of 2.
     """
-    H = torch.ones(1, 1)
+    if len(signs) < 1 or len(signs) & (len(signs) - 1):
+        raise ValueError(f"d must be a power of 2, got {len(signs)}")
+    H = torch.ones(1, 1, dtype=x.dtype)
     while len(H) < len(signs):
         H = torch.cat([torch.cat([H, H], dim=1), torch.cat([H, -H], dim=1)])
     return x * signs @ H / len(signs) ** 0.5

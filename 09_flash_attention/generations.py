@@ -305,9 +305,9 @@ def show_busy(rows, Br):
 
 def show_splits(rows, case, Br, Bc):
     blocks = math.ceil(case.Nq / Br) * math.ceil(case.Nq / Bc)
-    print_verify("Inside one block of scores: 4 warps, and the bytes that they exchange", rows,
+    print_verify("Inside a block of scores: up to 4 warps, and the bytes that they exchange", rows,
                  ("name", "shared_bytes"))
-    console.print(f"\nsplit K: {rows[0].shared_bytes * blocks / 1e6:.4g} MB for the {blocks} "
+    console.print(f"\nsplit K: {rows[0].shared_bytes * blocks / 1e6:.4g} MB for {blocks} such "
                   f"blocks of one head of N = {case.Nq}.")
 
 

@@ -87,7 +87,8 @@ def exp2_coefficients(degree=3, points=32):
 @dataclass
 class RiseRow:
     """Shares of the row updates after the first tile. share: the maximum rises; expected: 1/(t+1)
-    on average; warp_*: of 32 rows any rises; tau_share: it grows by more than tau, by deviation.
+    on average; warp_*: of 32 rows any rises; tau_share, warp_tau_share: it grows by more than tau,
+    by deviation.
     """
 
     N: int
@@ -97,6 +98,7 @@ class RiseRow:
     warp_share: float
     warp_expected: float
     tau_share: dict
+    warp_tau_share: dict
 
 
 def count_rises(N, tau=TAU, seed=0):
@@ -115,7 +117,7 @@ def count_rises(N, tau=TAU, seed=0):
     to_bits = torch.tensor(DEVIATIONS) * LOG2_E  # a score of deviation 1 -> powers of 2
     m = torch.randn(rows, KEYS, generator=generator).amax(dim=1)  # [rows]
     m_tau = m[:, None] * to_bits  # [rows, deviations]
-    rose, warps_rose, grew = 0, 0, torch.zeros(len(DEVIATIONS))
+    rose, warps_rose, grew, warps_grew = 0, 0, *torch.zeros(2, len(DEVIATIONS))
     for _ in range(tiles):
         highest = torch.randn(rows, KEYS, generator=generator).amax(dim=1)
         rises = highest > m
@@ -124,11 +126,13 @@ def count_rises(N, tau=TAU, seed=0):
         m = torch.maximum(m, highest)
         grows = highest[:, None] * to_bits - m_tau > tau
         grew += grows.sum(dim=0)
+        warps_grew += grows.view(-1, WARP, len(DEVIATIONS)).any(dim=1).sum(dim=0)
         m_tau = torch.where(grows, highest[:, None] * to_bits, m_tau)
     updates = rows * tiles
     return RiseRow(N, rows, rose / updates, sum(p) / tiles, warps_rose * WARP / updates,
                    sum(1 - (1 - x) ** WARP for x in p) / tiles,
-                   {str(d): x / updates for d, x in zip(DEVIATIONS, grew.tolist())})
+                   {str(d): x / updates for d, x in zip(DEVIATIONS, grew.tolist())},
+                   {str(d): x * WARP / updates for d, x in zip(DEVIATIONS, warps_grew.tolist())})
 
 
 def rows_needed(p, within=0.02, deviations=4):
@@ -169,9 +173,11 @@ def show_rises(rows):
     print_table(
         f"The share of row updates that find a larger maximum, {KEYS} keys a tile",
         ["N", "rows", "it rises", "mean of 1/(t+1)", f"in any of {WARP} rows", "by formula",
-         *(f"by more than {TAU:g}, deviation {d}" for d in DEVIATIONS)],
+         *(f"by more than {TAU:g}{where}, deviation {d}" for where in ("", f" in any of {WARP}")
+           for d in DEVIATIONS)],
         [(r.N, r.rows, *(f"{x:.2%}" for x in (r.share, r.expected, r.warp_share, r.warp_expected,
-                                              *r.tau_share.values()))) for r in rows])
+                                              *r.tau_share.values(),
+                                              *r.warp_tau_share.values()))) for r in rows])
     console.print(
         f"\nm in powers of 2. A warp of {WARP} rows rescales together. With {TAU:g} an entry of P "
         f"is at most 2^{TAU:g} = {2**TAU:.0f}.")

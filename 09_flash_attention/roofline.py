@@ -146,8 +146,9 @@ def show_published():
     loop = predicted(replace(CHIPS["910B3"], width=4, call=ARTICLE_CALL), "FA2", ARTICLE_N, 64,
                      launches, (64, 64))
     console.print(
-        "\nThe roofline knows one unit. On a 910B the vector unit computes the softmax beside the "
-        "products and takes longer: overlap.py has both. Below N = 4096 starting the kernel counts."
+        "\nThe roofline takes the products at their peak and everything else for nothing. By the "
+        "kernel's published cycles its products take twice as long as at the peak, and the softmax "
+        "can't all run beside them: overlap.py. Below N = 4096 starting the kernel counts."
         "\nIt takes S and P to stay on the chip. On a 910B the two units exchange them through a "
         "workspace in global memory, which the L2 cache (192 MiB) holds."
         f"\nArticle 1's 341 ms on a 910B3: N={ARTICLE_N} in 64x64 tiles is {launches} calls of our "
@@ -180,10 +181,12 @@ def main():
     options.add_argument("--chip", choices=[*CHIPS, "this"], help="one of them (all)")
 
     def check(args):
+        asked = [CHIPS[args.chip]] if args.chip in CHIPS else CHIPS.values()
+        least = args.memory or min(chip.on_chip for chip in asked)
         try:
-            square_tile((args.memory or 2**20) // 8, args.head_dim or 64)  # 8: the widest element
+            square_tile(least // 8, args.head_dim or 64)  # 8: the widest element
         except ValueError as refused:
-            options.error(f"argument --memory: {refused}")
+            options.error(f"argument --{'memory' if args.memory else 'head-dim'}: {refused}")
 
     args, device, cases = lesson.begin(options, LENGTHS, check)
     here = measured_chip(device, cases[0].dtype, args.memory or 2**20)

@@ -161,4 +161,6 @@ def file_to_write(text):
 
 def folder_to_write(text):
     """An argparse type for Parser: the path of a folder that can be written to, or made."""
+    if not text:
+        raise argparse.ArgumentTypeError("a folder is taken, got ''")
     return text

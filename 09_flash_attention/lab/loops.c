@@ -2,7 +2,7 @@
 
      loops N d B      B = 0: fill Q, K and V, and attend to nothing
 
-   Queries outside, tiles of B x B, B a divisor of N: 2307.08691, Algorithm 1. float32. */
+   Queries outside, tiles of B x B: 2307.08691, Algorithm 1. float32. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,13 +17,15 @@ int main(int count, char **argv) {
     }
     float *S = malloc((B * B + 2 * B) * sizeof(float)), *m = S + B * B, *l = m + B;
     for (int i = 0; B && i < N; i += B) {
+        const int R = i + B < N ? B : N - i;
         float *Q = X[0] + (size_t)i * d, *O = X[3] + (size_t)i * d;
-        for (int r = 0; r < B; r++) m[r] = -INFINITY, l[r] = 0;
+        for (int r = 0; r < R; r++) m[r] = -INFINITY, l[r] = 0;
         for (int j = 0; j < N; j += B) {
+            const int C = j + B < N ? B : N - j;
             const float *K = X[1] + (size_t)j * d, *V = X[2] + (size_t)j * d;
-            for (int r = 0; r < B; r++) {
+            for (int r = 0; r < R; r++) {
                 float m_new = m[r];
-                for (int c = 0; c < B; c++) {
+                for (int c = 0; c < C; c++) {
                     float sum = 0;
                     for (int k = 0; k < d; k++) sum += Q[r * d + k] * K[c * d + k];
                     S[r * B + c] = sum / sqrtf(d);
@@ -32,13 +34,13 @@ int main(int count, char **argv) {
                 const float correction = expf(m[r] - m_new);
                 m[r] = m_new, l[r] *= correction;
                 for (int k = 0; k < d; k++) O[r * d + k] *= correction;
-                for (int c = 0; c < B; c++) l[r] += S[r * B + c] = expf(S[r * B + c] - m_new);
+                for (int c = 0; c < C; c++) l[r] += S[r * B + c] = expf(S[r * B + c] - m_new);
             }
-            for (int r = 0; r < B; r++)
-                for (int c = 0; c < B; c++)
+            for (int r = 0; r < R; r++)
+                for (int c = 0; c < C; c++)
                     for (int k = 0; k < d; k++) O[r * d + k] += S[r * B + c] * V[c * d + k];
         }
-        for (int r = 0; r < B; r++)
+        for (int r = 0; r < R; r++)
             for (int k = 0; k < d; k++) O[r * d + k] /= l[r];
     }
     printf("%.9g\n", X[3][(size_t)N * d - 1]);

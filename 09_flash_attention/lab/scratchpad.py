@@ -1,5 +1,6 @@
 """A memory of two levels, counted: what running code would move to and from a chip of M bytes."""
 
+import math
 from collections import Counter, OrderedDict
 from functools import cache
 
@@ -105,6 +106,9 @@ class Scratchpad(TorchDispatchMode):
 @cache
 def lines(offset, shape, strides, itemsize):
     """Return the lines of a storage that a tensor of these strides lies on, in order."""
+    if math.prod(shape) == 1 + sum((n - 1) * s for n, s in zip(shape, strides)):  # without gaps
+        last = offset + math.prod(shape) - 1
+        return range(offset * itemsize // LINE, last * itemsize // LINE + 1)
     first = torch.tensor([offset])
     for n, step in zip(shape, strides):
         first = (first[:, None] + step * torch.arange(n)).flatten()

@@ -210,3 +210,9 @@ def test_the_text_under_the_table_is_read_off_its_rows(monkeypatch, capsys):
     full, one, plain = (m.paper * f for m, f in zip(METHODS[3:], (2, 1, 1)))
     assert f"the block scales multiply the error by {full / one:.2f}" in said
     assert f"the transform by {full / plain:.2f}" in said
+
+
+def test_a_block_of_zeros_stays_zero_and_an_odd_d_is_refused():
+    assert torch.equal(fp8.quantised(torch.zeros(4, 8), 2), torch.zeros(4, 8))
+    with pytest.raises(ValueError, match="d must be a power of 2, got 6"):
+        fp8.hadamard(torch.ones(2, 6), torch.ones(6))

@@ -229,7 +229,20 @@ def test_a_simulated_cache_reads_what_the_formula_says(M, B):
     assert read_in_c(512, 64, B, M * KIB) == pytest.approx(formula, rel=0.1)
 
 
+@pytest.mark.skipif(not (shutil.which("valgrind") and shutil.which("cc")),
+                    reason="needs valgrind and a C compiler")
+def test_in_c_a_tail_is_read_once_too():
+    found = read_in_c(500, 64, 32, 64 * KIB)
+    formula = 4 * sum(p.read for p in traffic("FA2", 500, 64, 32, 32))
+    assert found == pytest.approx(formula, rel=0.1)
+
+
 # The command
+
+
+def test_the_steps_are_those_of_the_length_that_is_named():
+    done = command("io_model.py", "--seq-len", "16", "128", "--memory", "65536", "--head-dim", "32")
+    assert "What moves, of one head, N=128, d=32, 64x64 tiles" in done.stdout
 
 
 def test_the_command_writes_what_it_counted(tmp_path):
@@ -260,9 +273,11 @@ def test_the_roofline_command_sets_the_measured_time_beside_the_predicted(tmp_pa
 @pytest.mark.parametrize("name, options, says", [
     ("io_model.py", ["--memory", "100"], "argument --memory: M must hold a 1 x 1 tile"),
     ("io_model.py", ["--memory", "32768", "--br", "64", "--bc", "64", "--seq-len", "64"],
-     "argument --memory: memory must hold a 64x64 tile"),
+     "argument --br: memory must hold a 64x64 tile"),
     ("io_model.py", ["--memory", "none"], "argument --memory"),
-    ("io_model.py", ["--br", "16", "--bc", "auto"], "argument --br: both sizes or none"),
+    ("io_model.py", ["--br", "16", "--bc", "auto"], "argument --br: a number is taken for --br"),
+    ("io_model.py", ["--seq-len", "1000000"], "counting at N = 1000000 needs"),
+    ("roofline.py", ["--head-dim", "25000"], "argument --head-dim: M must hold a 1 x 1 tile"),
     ("roofline.py", ["--chip", "910"], "argument --chip"),
     ("roofline.py", ["--memory", "16"], "argument --memory: M must hold a 1 x 1 tile"),
 ])
