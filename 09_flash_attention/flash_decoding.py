@@ -3,6 +3,7 @@
     python flash_decoding.py --mode verify      do the cache and the split give what one pass gives?
     python flash_decoding.py --mode memory      what does the split hold beside the cache?
     python flash_decoding.py --mode speed       what does it gain, and where?
+    python flash_decoding.py --mode repeat      does a row keep its bits in company?
 
 One query has one row of tiles a head, walked one after another: at 64K keys a thousand steps, on a
 device that could take many at once. The split walks its parts side by side, each to an O, m and l
@@ -12,16 +13,17 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
 import numbers
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from os.path import dirname, realpath
 
 sys.path.insert(0, dirname(realpath(__file__)))  # `python -I` leaves it out
 from lab import lesson
 from common import cli
-from common.report import console
+from common.report import console, print_table
 from flash_attention import flash_attention_forward, standard_attention
 from lab.bench import Candidate, benchmark, profile, verify
+from lab.cases import Case
 from lab.formulas import forward_bytes, split_bytes
 from lab.fused import fused_attention
 from lab.show import print_memory, print_speed, print_verify
@@ -233,6 +235,63 @@ def benchmark_speed(cases, splits, Br=64, Bc=64, *, device="cpu", seed=0):
         stream=True)]
 
 
+SPLIT_KEYS, PARTS = 256, 64  # keys of a part; parts of all heads together that fill a card
+
+
+@dataclass
+class RepeatRow:
+    """Whether batch entry 0 has the bits that it has alone, before and after the merge, and how
+    many of its parts stay as the cache grows. rule: what is fixed, the keys of a part or the number
+    of parts.
+    """
+
+    rule: str
+    batch: int
+    splits: int
+    parts_same_bits: bool
+    same_bits: bool
+    difference: float
+    parts_kept: int
+
+
+def repeat(args, device, N=4096, heads=4):
+    """Show what becomes of a row's bits as its batch and its cache grow: RepeatRows.
+
+    A fixed number of parts over all heads fills the card, so a batch entry in company gets fewer.
+    """
+    case = Case(1, batch=8, heads=heads, Nk=N + SPLIT_KEYS)
+    inputs = case.inputs(device, args.seed)
+
+    def splits(rule, batch, N):
+        return N // SPLIT_KEYS if rule == "keys of a part" else PARTS // (batch * heads)
+
+    def parts(rule, batch, N):
+        Q, K, V = inputs[0][:batch], *(x[:batch, :, :N] for x in inputs[1:])
+        return side_by_side(Visible(Q, K, V), Q, K, V, splits(rule, batch, N), 64, 64)
+
+    rows = []
+    for rule in ("number of parts", "keys of a part"):
+        alone = parts(rule, 1, N)
+        for batch in (1, 2, 8):
+            found, longer = (parts(rule, batch, n) for n in (N, N + SPLIT_KEYS))
+            O, O_alone = merge(*found)[0][:1], merge(*alone)[0]
+            rows.append(RepeatRow(
+                rule, batch, len(found[0]),
+                all(torch.equal(x[:, :1], y) for x, y in zip(found, alone)),
+                torch.equal(O, O_alone), (O - O_alone).abs().max().item(),
+                sum(map(torch.equal, found[0], longer[0]))))
+    print_table(f"Repeat: one query row of {heads} heads, {N} keys, alone and in a batch",
+                ["fixed", "batch", "parts", "same parts", "same row", "difference",
+                 f"parts kept as the cache grows by {SPLIT_KEYS}"],
+                [(r.rule, r.batch, r.splits, *("yes" if x else "no" for x in (
+                    r.parts_same_bits, r.same_bits)), f"{r.difference:.1e}",
+                  f"{r.parts_kept} of {r.splits}") for r in rows])
+    console.print(
+        "\nSame: bit by bit. The merge is a sum over the parts, in whichever order the library "
+        "adds for this shape.")
+    return rows
+
+
 # The command line
 
 
@@ -262,6 +321,7 @@ MODES = {
     "verify": (compare_and_verify, show_verify),
     "memory": (profile_memory, show_memory),
     "speed": (benchmark_speed, show_speed),
+    "repeat": repeat,
 }
 
 

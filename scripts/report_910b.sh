@@ -39,6 +39,7 @@ lesson lazy_rescale lazy_rescale.py --plot "$report"
 lesson approximate approximate.py --plot "$report"
 lesson variants flash_variants.py
 lesson decoding flash_decoding.py --mode all
+lesson judge judge_kernel.py --kernel npu --plot "$report"
 lesson backward flash_backward.py --mode all --br auto --bc auto
 lesson mini_gpt mini_gpt.py
 

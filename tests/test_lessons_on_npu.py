@@ -26,6 +26,7 @@ LESSONS = {
     "generations": "--seq-len 96",
     "lazy_rescale": "",
     "approximate": "--seq-len 1024",
+    "judge_kernel": "--kernel flash --quick --dtype float16",
     "mini_gpt": "--steps 3 --seq-len 16 --embd 16 --heads 2 --layers 1 --batch 2",
 }
 ON_THE_CPU = {"io_model", "overlap", "fp8", "hf_attention"}  # they count or compare in float64

@@ -288,8 +288,8 @@ def test_the_report_runs_each_lesson_on_the_card_and_packs_what_came_out(play, t
     lessons = {Path(line.split()[0]).name for line in ran}
     assert lessons == {
         "flash_attention.py", "fast_tiles.py", "articles.py", "cross_reference.py", "roofline.py",
-        "generations.py", "lazy_rescale.py", "approximate.py", "flash_variants.py",
-        "flash_decoding.py", "flash_backward.py", "mini_gpt.py"}
+        "generations.py", "lazy_rescale.py", "approximate.py", "judge_kernel.py",
+        "flash_variants.py", "flash_decoding.py", "flash_backward.py", "mini_gpt.py"}
     results = tmp_path / "results"
     assert all(f"--device npu:1 --json {results}/report_910b/" in line for line in ran)
     archive = results / "report_910b.tar.gz"

@@ -5,7 +5,10 @@ tiles     how large a tile is     judge     when a result is right
 fused     the platform's kernel   bench     candidates, verified, profiled and timed alike
 formulas  what has to be held     show      tables and plots
 traffic   what has to be moved    scratchpad   that counted on running code, cachegrind   in C
-machines  chips as data, and what their memory allows               lesson   a command line
+machines  chips as data, and what their memory allows
+matrix    calls for any kernel    wrong_formulas   what faults compute   kernel_worker   its process
+checks    wrong arguments         dropout, learned, autocast, extras, flex   what training adds
+lesson    a command line
 """
 
 import sys

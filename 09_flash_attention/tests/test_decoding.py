@@ -1,6 +1,8 @@
 """The KV cache, split keys, and the merge of parts by their m and l."""
 
+import json
 import math
+import subprocess
 import sys
 
 import flash_decoding
@@ -271,3 +273,14 @@ def test_the_cache_refuses_another_dtype_or_device():
         cache.append(new.half(), new)
     with pytest.raises(ValueError, match="V_new .* cpu, got meta"):
         cache.append(new, new.to("meta"))
+
+
+def test_repeat_shows_that_parts_of_a_fixed_size_keep_their_bits(tmp_path):
+    file = tmp_path / "rows.json"
+    done = subprocess.run([sys.executable, flash_decoding.__file__, "--mode", "repeat", "--device",
+                           "cpu", "--json", file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    fixed = [r for r in rows if r["rule"] == "keys of a part"]
+    assert all(r["parts_same_bits"] and r["parts_kept"] == r["splits"] for r in fixed)
+    assert any(r["splits"] != rows[0]["splits"] for r in rows if r["rule"] == "number of parts")
