@@ -242,6 +242,7 @@ def main():
     dtypes = [getattr(torch, args.dtype)] if args.dtype else DTYPES
     if device.type == "npu" and torch.float64 in dtypes:
         options.error("argument --dtype: the NPU takes no float64, it has no float64 matmul")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the worker would live on
     matrix = [problem for dtype in dtypes for problem in problems(dtype, args.quick)]
     with Worker(args.kernel, str(device), args.seed) as worker:
         rows = []

@@ -252,6 +252,7 @@ def sizes(C, quick):
         yield Problem("head sizes", C(33, d=d, dv=dv))
     for H, kv_heads in ((4, 2), (8, 1), (6, 3)):
         yield Problem("groups", C(65, heads=H, kv_heads=kv_heads))
+    yield Problem("groups", C(65, batch=3, heads=3, kv_heads=3))  # odd, and not two of each
 
 
 def layouts(C, quick):

@@ -476,3 +476,8 @@ def test_the_fault_is_named_alike_and_the_pictures_are_drawn(few, monkeypatch, t
     assert "1x1x1x1 1x1x17x1" in said or "1x1x17x1" in said
     for name in ("judge_matrix.png", "judge_error.png"):
         assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_the_matrix_has_batches_and_heads_that_are_not_two():
+    cases = [problem.case for problem in problems(torch.float32, quick=True)]
+    assert any(case.batch == 3 and case.heads == 3 for case in cases)
