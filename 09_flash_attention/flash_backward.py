@@ -160,10 +160,10 @@ def row_blocks(visible, dO, Q, O, m, l, rows, dL=None):
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, Q, K, V, attn_mask, tiles, options, return_lse, *learned):
+    def forward(ctx, Q, K, V, attn_mask, tiles, options, return_lse, fixed, *learned):
         O, m, l = flash_attention_forward(
             Q, K, V, *tiles, attn_mask=attn_mask, return_m_l=True, **options)
-        ctx.save_for_backward(Q, K, V, O, m, l, attn_mask, *learned)  # learned: to see changes
+        ctx.save_for_backward(Q, K, V, O, m, l, attn_mask, *learned, *fixed)  # to see changes
         ctx.call = tiles, options, learned
         return (O, m + l.log()) if return_lse else O
 
@@ -180,7 +180,7 @@ class _FlashAttention(torch.autograd.Function):
             dO, *tensors, *tiles, dL=dL, learned=learned, mask_gradient=asked,
             attn_mask=attn_mask, **options)
         d_mask = more.pop(0) if asked else None
-        return dQ, dK, dV, d_mask, None, None, None, *more  # one for each argument of forward
+        return dQ, dK, dV, d_mask, *[None] * 4, *more  # one for each argument of forward
 
 
 def flash_attention(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None, window=None, scale=None,
@@ -198,14 +198,14 @@ def flash_attention(Q, K, V, Br=64, Bc=64, *, causal=False, q_start=None, window
     Q, K, V = as_autocast(Q, K, V)
     options = {"causal": causal, "q_start": q_start, "window": window, "scale": scale,
                "score_mod": score_mod, "dropout_p": dropout_p, "seed": seed}
-    learned = ()
+    learned = fixed = ()
     if score_mod is not None and torch.is_grad_enabled():
-        learned = learned_by(Visible(Q, K, V, attn_mask=attn_mask, **options))
+        learned, fixed = learned_by(Visible(Q, K, V, attn_mask=attn_mask, **options))
     if not wants_gradient(Q, K, V, attn_mask, *learned):
         return flash_attention_forward(
             Q, K, V, Br, Bc, attn_mask=attn_mask, return_lse=return_lse, **options)
     return _FlashAttention.apply(
-        Q, K, V, attn_mask, (Br, Bc), options, return_lse, *learned)
+        Q, K, V, attn_mask, (Br, Bc), options, return_lse, fixed, *learned)
 
 
 # The tools: each returns rows and prints nothing.

@@ -16,13 +16,19 @@ BLIND = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5)  # what watch
 class _Watch(TorchFunctionMode):
     """Hands operators a stand-in for each tensor that wants a gradient and was made before."""
 
-    def __init__(self, score):
+    def __init__(self, score, *position):
         super().__init__()
         self.made = WeakTensorKeyDictionary({score: True})
+        self.plain = WeakTensorKeyDictionary({x: True for x in position})  # made, without gradient
         self.read = {}  # id: (tensor, stand-in)
+        self.fixed = {}  # id: a tensor that wants no gradient
 
     def stand_in(self, x):
-        if not isinstance(x, torch.Tensor) or not x.requires_grad or x in self.made:
+        if not isinstance(x, torch.Tensor) or x in self.made:
+            return x
+        if not x.requires_grad:
+            if x not in self.plain:
+                self.fixed[id(x)] = x
             return x
         return self.read.setdefault(id(x), (x, x.detach().requires_grad_()))[1]
 
@@ -30,37 +36,40 @@ class _Watch(TorchFunctionMode):
         args, kwargs = tree_map(self.stand_in, (args, kwargs or {}))
         result = func(*args, **kwargs)
         for x in tree_flatten(result)[0]:
-            if isinstance(x, torch.Tensor) and x.requires_grad:
-                self.made[x] = True
+            if isinstance(x, torch.Tensor):
+                (self.made if x.requires_grad else self.plain)[x] = True
         return result
 
 
 def watch(score_mod, score, *position):
-    """Return score_mod(score, *position) with its graph, and [(tensor, stand-in)], what it learns.
+    """Return score_mod(score, *position) with its graph, [(tensor, stand-in)], what it learns, and
+    the other tensors that it reads.
     """
-    with torch.enable_grad(), _Watch(score) as watched:
+    with torch.enable_grad(), _Watch(score, *position) as watched:
         changed = score_mod(score, *position)
-        return watched.stand_in(changed), list(watched.read.values())
+        return (watched.stand_in(changed), list(watched.read.values()),
+                list(watched.fixed.values()))
 
 
 def learned_by(visible):
-    """Return the tensors that the score_mod of a call learns, by two looks at its first score.
+    """Return the tensors that the score_mod of a call learns, by two looks at its first score, and
+    those that it reads besides: where one of them changes, the backward would see another function.
 
     Raises ValueError where it learns from a tensor that is another one each time: no operator of
     torch made it, but something like an autograd.Function.
     """
     if not visible.Nq * visible.Nk:
-        return []
+        return [], []
     score = torch.zeros((), dtype=visible.dtype, device=visible.b.device, requires_grad=True)
     first = torch.zeros((), dtype=torch.long, device=score.device)
-    looks = [watch(visible.score_mod, score, visible.b, visible.h, first, first)[1]
+    looks = [watch(visible.score_mod, score, visible.b, visible.h, first, first)
              for _ in range(2)]
-    learned, again = ([x for x, _ in look] for look in looks)
+    learned, again = ([x for x, _ in look[1]] for look in looks)
     if list(map(id, learned)) != list(map(id, again)):
         raise ValueError("score_mod must learn by torch's own operators, got a tensor that "
                          "something else makes, like an autograd.Function: call that before it"
                          + ", and take(index) instead of [index]" * BLIND)
-    return learned
+    return learned, looks[0][2]
 
 
 class Learning:
@@ -86,7 +95,7 @@ class Learning:
         score, position = self.tile
         dS = dS_block.view_as(score)
         score = score.masked_fill((dS == 0) & ~score.isfinite(), 0).requires_grad_()
-        changed, read = watch(self.score_mod, score, *position)
+        changed, read, _ = watch(self.score_mod, score, *position)
         if not changed.requires_grad:
             return dS_block.zero_()
         dS = dS.sum_to_size(changed.shape).to(changed.dtype)

@@ -423,3 +423,12 @@ def test_flex_is_the_same_attention():
             warnings.simplefilter("ignore")  # that it is slow uncompiled
             found = flex(*inputs, **case.masks)
         torch.testing.assert_close(found, standard_attention(*inputs, **case.masks))
+
+
+def test_a_table_that_changes_before_the_backward_is_told():
+    Q, K, V = (torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3))
+    table = torch.rand(9)
+    O = flash_attention(Q, K, V, 4, 4, score_mod=lambda s, b, h, i, j: s * table.take(j))
+    table.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        O.sum().backward()
