@@ -9,6 +9,15 @@ Autograd through standard attention keeps P, N x N, from the forward to the back
 forward keeps O, m and l, and `gradient_step`, five lines, computes each tile of P again from m and
 l. The derivation stands in `flash_attention_backward`. Sources: FlashAttention-2 (arXiv
 2307.08691), Algorithm 2; FlashAttention (arXiv 2205.14135), appendix B.2.
+
+What a call may have besides changes little:
+
+    L                      dL/dS = P, so dS = P * (dP - D + dL): D - dL takes the place of D
+    attn_mask              is added to S: its gradient is dS, summed over what it broadcasts to
+    score_mod              S = f(raw scores, what f learns): autograd takes dS through f, a tile
+                           at a time, and dQ and dK are made of what comes out
+    dropout                O = (P * Z) V, Z = 0 or 1/(1-p): dV = (P * Z)^T dO and
+                           dP = (dO V^T) * Z; D is the same sum still
 """
 
 import sys
@@ -72,15 +81,6 @@ def flash_attention_backward(dO, Q, K, V, O, m, l, Br=64, Bc=64, *, dL=None, lea
     P = exp(S - m) / l, the forward's m and l. The paper has P = exp(S - L), L = m + log(l); in
     float32 that loses log(l) beside a large m. With m, l and D known, a tile needs no other tile.
     D has length N; the paper's Algorithm 2 says d, a slip.
-
-    What a call may have besides changes little:
-
-        L                      dL/dS = P, so dS = P * (dP - D + dL): D - dL takes the place of D
-        attn_mask              is added to S: its gradient is dS, summed over what it broadcasts to
-        score_mod              S = f(raw scores, what f learns): autograd takes dS through f, a tile
-                               at a time, and dQ and dK are made of what comes out
-        dropout                O = (P * Z) V, Z = 0 or 1/(1-p): dV = (P * Z)^T dO and
-                               dP = (dO V^T) * Z; D is the same sum still
 
     dO [..., Nq, dv], with any strides; dL [..., Nq] or None. O, m and l are what
     `flash_attention_forward` returned for Q, K, V and the same options: causal, q_start, window,

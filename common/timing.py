@@ -130,12 +130,16 @@ def count_launches(call):
     return counter.launches
 
 
+def works(func):
+    """Whether an operator of torch works: views and empty tensors don't."""
+    returns = func._schema.returns
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return not (is_view or "empty" in func._schema.name)
+
+
 class _Counter(TorchDispatchMode):
     launches = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        returns = func._schema.returns
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        is_empty = "empty" in func._schema.name
-        self.launches += not (is_view or is_empty)
+        self.launches += works(func)
         return func(*args, **(kwargs or {}))

@@ -9,6 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from common.timing import works
+
 LINE = 64  # bytes that move at a time
 OVERWRITES = ("copy_", "fill_", "zero_")  # in-place operators that don't read what was there
 
@@ -35,8 +37,7 @@ class Scratchpad(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.free()
         name = func._schema.name.split("::")[1]
-        is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        if is_view or "empty" in name or name == "_unsafe_view":
+        if not works(func) or name == "_unsafe_view":
             return result
         shape_only = name.startswith("new_") or name.endswith("_like")
         inputs = {**dict(enumerate(args)), **(kwargs or {})}
