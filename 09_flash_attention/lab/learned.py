@@ -51,19 +51,34 @@ def watch(score_mod, score, *position):
                 list(watched.fixed.values()))
 
 
+def writes_nothing(score_mod):
+    """Return score_mod, held to leave the scores that it gets as they are."""
+
+    def call(score, *position):
+        version = score._version
+        changed = score_mod(score, *position)
+        if score._version != version:
+            raise ValueError("score_mod must return new scores, got one that writes in place to those "
+                             "that it was given: only the forward alone takes it")
+        return changed
+
+    return call
+
+
 def learned_by(visible):
     """Return the tensors that the score_mod of a call learns, by two looks at its first score, and
     those that it reads besides: where one of them changes, the backward would see another function.
 
-    Raises ValueError where it learns from a tensor that is another one each time: no operator of
-    torch made it, but something like an autograd.Function.
+    Raises ValueError where it writes to the scores, and where it learns from a tensor that is
+    another one each time: no operator of torch made it, but something like an autograd.Function.
     """
-    if not visible.Nq * visible.Nk:
-        return [], []
-    score = torch.zeros((), dtype=visible.dtype, device=visible.b.device, requires_grad=True)
-    first = torch.zeros((), dtype=torch.long, device=score.device)
-    looks = [watch(visible.score_mod, score, visible.b, visible.h, first, first)
-             for _ in range(2)]
+    first = slice(0, min(1, visible.Nq)), slice(0, min(1, visible.Nk))
+    position = visible.positions(*first)
+    shape = *visible.lead, visible.G, *(x.stop for x in first)
+    with torch.enable_grad():  # times 1: to a leaf torch itself refuses to write, in other words
+        score = 1 * torch.zeros(shape, dtype=visible.dtype, device=visible.b.device,
+                                requires_grad=True)
+    looks = [watch(writes_nothing(visible.score_mod), score, *position) for _ in range(2)]
     learned, again = ([x for x, _ in look[1]] for look in looks)
     if list(map(id, learned)) != list(map(id, again)):
         raise ValueError("score_mod must learn by torch's own operators, got a tensor that "
@@ -79,7 +94,7 @@ class Learning:
     """
 
     def __init__(self, score_mod, learned):
-        self.score_mod, self.learned = score_mod, learned
+        self.score_mod, self.learned = writes_nothing(score_mod), learned
         self.sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
                      for x in learned]
 

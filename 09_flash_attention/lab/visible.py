@@ -220,9 +220,12 @@ class Visible:
 
     def modified(self, S, rows, cols):
         """Return what score_mod makes of a tile's scores [..., Hkv, G, Br, Bc]."""
-        i = torch.arange(rows.start, rows.stop, device=S.device)[:, None]  # [Br, 1]
-        j = torch.arange(cols.start, cols.stop, device=S.device)  # [Bc]
-        return self.score_mod(S, self.b, self.h, i, j)
+        return self.score_mod(S, *self.positions(rows, cols))
+
+    def positions(self, rows, cols):
+        """Return b, h, q_idx and kv_idx of a tile, as score_mod gets them: they broadcast to it."""
+        i = torch.arange(rows.start, rows.stop, device=self.b.device)[:, None]  # [Br, 1]
+        return self.b, self.h, i, torch.arange(cols.start, cols.stop, device=self.b.device)
 
     def dropping(self, rows, cols):
         """Return {'drop': of a tile [X, G*Br, Bc] -> what dropout leaves of it}, {} without one."""

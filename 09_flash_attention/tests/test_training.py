@@ -196,6 +196,32 @@ def test_what_can_not_be_followed_is_refused_and_never_zero():
         O.sum().backward()
 
 
+@pytest.mark.parametrize("score_mod", [lambda s, *_: s.add_(1), lambda s, *_: s.tanh_()])
+def test_a_score_mod_that_writes_in_place_is_refused(score_mod):
+    Q, K, V = inputs()
+    saved = flash_attention_forward(Q, K, V, return_m_l=True, score_mod=score_mod)
+    with pytest.raises(ValueError, match="score_mod must return new scores, .* writes in place"):
+        flash_attention(Q.requires_grad_(), K, V, score_mod=score_mod)
+    with pytest.raises(ValueError, match="score_mod must return new scores, .* writes in place"):
+        flash_attention_backward(torch.ones_like(Q), Q, K, V, *saved, score_mod=score_mod)
+
+
+def test_a_score_mod_may_look_at_the_tile_s_shape():
+    x = leaf(3)
+
+    def centered(score, b, h, i, j):
+        return score * x.sum() - score.shape[-3] * torch.ones(score.shape[-2:]).mean()
+
+    agree(inputs(5, 5, lead=(2, 2)), 5, 5, learned=[x], score_mod=centered)
+
+
+@pytest.mark.parametrize("Nq, Nk", [(0, 4), (4, 0), (0, 0)])
+def test_without_scores_what_is_learned_has_the_gradient_0(Nq, Nk):
+    x = leaf(2)
+    O = flash_attention(*inputs(Nq, Nk, lead=(1, 2)), score_mod=lambda s, b, h, i, j: s * x.take(h))
+    assert torch.equal(torch.autograd.grad(O.sum(), x)[0], torch.zeros_like(x))
+
+
 def test_the_backward_takes_what_it_differentiates_and_refuses_the_rest():
     Q, K, V = inputs()
     x, dO = leaf(7), torch.ones_like(Q)
