@@ -35,7 +35,6 @@ def plain_flash_attention(Q, K, V, Br=64, Bc=64):
     return torch.cat(O)  # [Nq, dv]
 
 
-import os
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,6 +46,7 @@ from lab.bench import Candidate, benchmark, profile, verify
 from lab.cases import VERIFY_CASES, Case
 from lab.formulas import forward_bytes
 from lab.fused import fused_attention
+from lab.served import kernels_of, measurable
 from lab.show import print_growth, print_memory, print_speed, print_verify
 from lab.tiles import choose_tile, exp_
 from lab.visible import Visible, fill, refuse_gradients, refuse_transforms, same
@@ -169,7 +169,7 @@ def attend_in_tiles(visible, Br, Bc, queries, keys, step=None):
 
 
 def candidates(case, Br=64, Bc=64, device="cpu"):
-    """Return standard, flash and fused attention, and Triton's kernel where it can be had."""
+    """Return standard, flash and fused attention, and Triton's kernel where it runs."""
     device, masks = torch.device(device), case.masks
     tile = case.tile(Br, Bc, device)
     found = [
@@ -179,28 +179,11 @@ def candidates(case, Br=64, Bc=64, device="cpu"):
                   forward_bytes("flash", case, *tile), tile[:2]),
         Candidate("fused", partial(fused_attention, **masks), forward_bytes("fused", case)),
     ][: 2 if device.type == "npu" and case.dv not in (None, case.d) else 3]
-    kernel, _ = triton_kernel(case, device)
-    if kernel:
-        found.append(Candidate("triton", kernel, forward_bytes("triton", case)))
+    kernels, _ = kernels_of("flash_triton", case, device)
+    if kernels:
+        found.append(Candidate("triton", partial(kernels.flash_attention_triton, **masks),
+                               forward_bytes("triton", case)))
     return found
-
-
-def triton_kernel(case, device):
-    """Return the call of flash_triton.py's kernel and None, or None and why it can't run the case.
-
-    On a CPU it has to be asked for, by TRITON_INTERPRET=1 in the environment: else both are None.
-    """
-    if device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
-        return None, None
-    try:
-        import flash_triton  # not at the top: Triton is not everywhere
-    except ImportError as missing:
-        return None, str(missing)
-    why_not = flash_triton.unserved(device)
-    if case.window or case.dtype not in flash_triton.DTYPES or case.d > flash_triton.MOST_COLUMNS:
-        why_not = why_not or "the kernel takes no float64, no window and no head size above 256"
-    kernel = partial(flash_triton.flash_attention_triton, causal=case.causal)
-    return (None, why_not) if why_not else (kernel, None)
 
 
 def compare_and_verify(cases=VERIFY_CASES, Br=64, Bc=64, *, device="cpu", seed=0):
@@ -213,20 +196,15 @@ def compare_and_verify(cases=VERIFY_CASES, Br=64, Bc=64, *, device="cpu", seed=0
 def profile_memory(cases, Br=64, Bc=64, *, device="cpu", seed=0):
     """Measure the peak memory of the `candidates`: MemoryRows."""
     return [row for case in cases for row in profile(
-        case, measured(case, Br, Bc, device), device=torch.device(device), seed=seed)]
+        case, measurable(candidates(case, Br, Bc, device), device),
+        device=torch.device(device), seed=seed)]
 
 
 def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0):
     """Time the `candidates` in turn; TFLOP/s count the kept score pairs only: SpeedRows."""
     return [row for case in cases for row in benchmark(
-        case, measured(case, Br, Bc, device), device=torch.device(device), seed=seed,
-        flop=case.flop)]
-
-
-def measured(case, Br, Bc, device):
-    """Return the `candidates` whose memory and time mean something: no interpreted kernel."""
-    return [c for c in candidates(case, Br, Bc, device)
-            if c.name != "triton" or torch.device(device).type != "cpu"]
+        case, measurable(candidates(case, Br, Bc, device), device),
+        device=torch.device(device), seed=seed, flop=case.flop)]
 
 
 @dataclass
@@ -266,31 +244,20 @@ def trace(Q, K, V, Br=2, Bc=2, **options):
 
 def show_verify(rows, args, cases):
     print_verify(f"Verify: largest differences, tiles {lesson.tile_text(args)}", rows)
-    say_of_triton(args, cases)
 
 
 def show_memory(rows, args, cases):
     print_memory(
         f"Memory: peak of one call in MiB, tiles {lesson.tile_text(args)}", rows,
         "formula: S and P (standard), a tile of S_block and O_block and five columns (flash), L "
-        "(fused), and the result. Beyond it stand the fused kernel's working buffers and further "
-        "outputs, copies of half-precision inputs in float32, and on a GPU or NPU the workspaces "
-        "of the products and the allocator's rounding.")
-    say_of_triton(args, cases)
+        "(fused), m and l (triton), and the result. Beyond it stand the fused kernel's working "
+        "buffers and further outputs, copies of half-precision inputs in float32, and on a GPU or "
+        "NPU the workspaces of the products and the allocator's rounding.")
 
 
 def show_speed(rows, args, cases):
     print_speed("Speed: median of calls in turn", rows)
     print_growth(cases, rows)
-    say_of_triton(args, cases)
-
-
-def say_of_triton(args, cases):
-    """Say why the Triton kernel is not among the rows, where it is not."""
-    device = torch.device(args.device)
-    for why_not in dict.fromkeys(triton_kernel(case, device)[1] for case in cases):
-        if why_not:
-            console.print(f"\ntriton: {why_not}")
 
 
 def show_trace(args, device):
@@ -333,7 +300,8 @@ MODES = {
 
 def main():
     return lesson.run_modes(lesson.parser(__doc__), MODES, "one attention call",
-                            unserved={"trace": ("batch", "heads", "kv_heads")})
+                            unserved={"trace": ("batch", "heads", "kv_heads")},
+                            kernels="flash_triton")
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ from lab.autocast import as_autocast, without_autocast
 from lab.bench import Candidate, MemoryRow, SpeedRow, VerifyRow, benchmark, profile, verify
 from lab.cases import VERIFY_CASES
 from lab.extras import Extra, exact_with, extras
-from lab.flex import flex, flex_attention
+from lab.flex import fused_calls
 from lab.formulas import backward_bytes
-from lab.fused import fused_attention
 from lab.learned import Learning, learned_by
+from lab.served import kernels_of, measurable
 from lab.show import print_growth, print_memory, print_speed, print_verify
 from lab.tiles import exp_
 from lab.visible import Visible, refuse_transforms, same, wants_gradient
@@ -219,20 +219,22 @@ class GradientRow(VerifyRow):
 
 
 def candidates(case, Br=64, Bc=64, device="cpu", extra=None):
-    """Return standard and flash attention, each a forward and a backward: dQ, dK, dV.
+    """Return standard and flash attention, and Triton's kernels where they run: each a forward and
+    a backward, dQ, dK, dV.
 
     extra: a name of lab/extras.py, whose options both have; what it learns has its gradient too.
     """
     tile = case.tile(Br, Bc, torch.device(device))
     more = extras(case, device)[extra] if extra else Extra({})
-    standard = partial(standard_attention, **case.masks, **more.options)
-    flash = partial(flash_attention, Br=Br, Bc=Bc, **case.masks, **more.options)
-    return [
-        Candidate("standard", partial(gradients, standard, learned=more.learned),
-                  backward_bytes("standard", case)),
-        Candidate("flash", partial(gradients, flash, learned=more.learned),
-                  backward_bytes("flash", case, *tile, extra=extra), tile[:2]),
-    ]
+    calls = {"standard": standard_attention, "flash": partial(flash_attention, Br=Br, Bc=Bc)}
+    kernels = None if extra else kernels_of("flash_triton", case, device)[0]
+    if kernels:
+        calls["triton"] = kernels.flash_attention_triton
+    return [Candidate(name, partial(gradients, partial(call, **case.masks, **more.options),
+                                    learned=more.learned),
+                      backward_bytes(name, case, *tile, extra=extra),
+                      tile[:2] if name == "flash" else (None, None))
+            for name, call in calls.items()]
 
 
 def gradients(attend, Q, K, V, dO, learned=()):
@@ -244,16 +246,6 @@ def gradients(attend, Q, K, V, dO, learned=()):
     if isinstance(results, tuple):
         dO = dO, dO[..., 0].to(results[1].dtype)
     return torch.autograd.grad(results, [*leaves, *learned], dO)
-
-
-def fused_candidates(case, device):
-    """Return what a forward and a backward are compared with where it runs: the fused operator,
-    and on CUDA FlexAttention, compiled.
-    """
-    named = {"fused": partial(fused_attention, **case.masks)} if device.type != "npu" else {}
-    if device.type == "cuda" and flex_attention is not None:
-        named["flex"] = partial(torch.compile(flex), **case.masks)
-    return [Candidate(name, partial(gradients, call)) for name, call in named.items()]
 
 
 def compare_and_verify(cases=VERIFY_CASES, Br=64, Bc=64, *, device="cpu", seed=0):
@@ -269,7 +261,8 @@ def compare_and_verify(cases=VERIFY_CASES, Br=64, Bc=64, *, device="cpu", seed=0
 def profile_memory(cases, Br=64, Bc=64, *, device="cpu", seed=0):
     """Measure the peak memory of a forward and a backward. The result is dQ, dK and dV."""
     return [row for case in cases for row in profile(
-        case, candidates(case, Br, Bc, device), device=torch.device(device), seed=seed, dO=True)]
+        case, measurable(candidates(case, Br, Bc, device), device), device=torch.device(device),
+        seed=seed, dO=True)]
 
 
 def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0):
@@ -277,7 +270,9 @@ def benchmark_speed(cases, Br=64, Bc=64, *, device="cpu", seed=0):
     two products a backward that has S again adds five.
     """
     return [row for case in cases for row in benchmark(
-        case, [*candidates(case, Br, Bc, device), *fused_candidates(case, torch.device(device))],
+        case, [*measurable(candidates(case, Br, Bc, device), device), *(
+            Candidate(name, partial(gradients, call))
+            for name, call in fused_calls(case, torch.device(device)).items())],
         device=torch.device(device), seed=seed, dO=True, flop=3.5 * case.flop)]
 
 
@@ -310,8 +305,9 @@ def show_memory(rows, args, cases):
     print_memory(
         f"Memory: peak of a forward and a backward in MiB, tiles {lesson.tile_text(args)}", rows,
         "formula: P, dP, dS, O and dV (standard); O, m, l, dQ, dK, dV, two tiles of Br x Bc, one "
-        "of Br x d and a column (flash). Beyond it stand a few bytes for the scale, what half "
-        "types copy, and on a GPU or NPU the allocator's rounding and the products' workspaces.")
+        "of Br x d and a column (flash); O, m, l, D, dQ, dK, dV (triton). Beyond it stand a few "
+        "bytes for the scale, what half types copy, and on a GPU or NPU the allocator's rounding "
+        "and the products' workspaces.")
 
 
 def show_speed(rows, args, cases):
@@ -338,7 +334,8 @@ MODES = {
 
 
 def main():
-    return lesson.run_modes(lesson.parser(__doc__), MODES, "a forward and a backward", "backward_")
+    return lesson.run_modes(lesson.parser(__doc__), MODES, "a forward and a backward", "backward_",
+                            kernels="flash_triton")
 
 
 if __name__ == "__main__":

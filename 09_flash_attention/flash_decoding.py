@@ -7,8 +7,8 @@
 
 One query has one row of tiles a head, walked one after another: at 64K keys a thousand steps, on a
 device that could take many at once. The split walks its parts side by side, each to an O, m and l
-of its own, and `merge` makes one of them. Source: FlashDecoding (Dao, Haziza, Massa and Sizov,
-https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+of its own, and `merge` makes one of them. Keys in pages: see flash_pages.py. Source: FlashDecoding
+(Dao, Haziza, Massa and Sizov, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
 
 import numbers
@@ -23,9 +23,11 @@ from common import cli
 from common.report import console, print_table
 from flash_attention import flash_attention_forward, standard_attention
 from lab.bench import Candidate, benchmark, profile, verify
+from lab.caches import check_new
 from lab.cases import Case
 from lab.formulas import forward_bytes, split_bytes
 from lab.fused import fused_attention
+from lab.served import kernels_of, measurable
 from lab.show import print_memory, print_speed, print_verify
 from lab.tiles import AUTO
 from lab.visible import Visible
@@ -66,16 +68,9 @@ class KVCache:
         Raises ValueError for other shapes or devices and where N_max is exceeded, TypeError for
         another dtype; the cache is then as it was.
         """
-        n = K_new.shape[-2]
-        for name, new, buffer in (("K_new", K_new, self.K_buffer), ("V_new", V_new, self.V_buffer)):
-            B, Hkv, N_max, width = buffer.shape
-            if new.shape != (B, Hkv, n, width):
-                wanted = f"[{B}, {Hkv}, n, {width}] with one n for both"
-                raise ValueError(f"{name} must be {wanted}, got shape {tuple(new.shape)}")
-            if new.dtype != buffer.dtype:
-                raise TypeError(f"{name} must have the cache's {buffer.dtype}, got {new.dtype}")
-            if new.device != buffer.device:
-                raise ValueError(f"{name} must be on {buffer.device}, got {new.device}")
+        B, Hkv, N_max, _ = self.K_buffer.shape
+        check_new((B, Hkv), K_new, V_new, self.K_buffer, self.V_buffer)
+        n = K_new.shape[2]
         if self.length + n > N_max:
             raise ValueError(f"K_new must fit into N_max {N_max}, got {self.length} + {n} keys")
         filled = slice(self.length, self.length + n)
@@ -197,7 +192,9 @@ def cached(case, Br=64, Bc=64):
 
 
 def candidates(case, splits, Br=64, Bc=64, device="cpu"):
-    """Return standard and fused attention, flash with the tile asked for and with auto, splits."""
+    """Return standard and fused attention, flash with the tile asked for and with auto, splits, and
+    the split by Triton's kernels where they can be had.
+    """
     device, masks = torch.device(device), case.masks
     found = [Candidate(name, partial(attend, **masks), forward_bytes(name, case))
              for name, attend in (("standard", standard_attention), ("fused", fused_attention))]
@@ -209,6 +206,10 @@ def candidates(case, splits, Br=64, Bc=64, device="cpu"):
     for P in splits:
         attend = partial(split_kv_attention, splits=P, Br=Br, Bc=Bc, **masks)
         found.append(Candidate(f"split {P}", attend, split_bytes(case, P, Br, Bc), (Br, Bc)))
+    kernels, _ = kernels_of("flash_triton_decoding", case, device)
+    if kernels:
+        attend = partial(kernels.split_kv_attention_triton, **masks)
+        found.append(Candidate("triton split", attend, kernels.held_bytes(case)))
     return found
 
 
@@ -225,14 +226,15 @@ def compare_and_verify(cases, splits, Br=64, Bc=64, *, device="cpu", seed=0):
 def profile_memory(cases, splits, Br=64, Bc=64, *, device="cpu", seed=0):
     """Measure the peak memory of the `candidates`: MemoryRows."""
     return [row for case in cases for row in profile(
-        case, candidates(case, splits, Br, Bc, device), device=torch.device(device), seed=seed)]
+        case, measurable(candidates(case, splits, Br, Bc, device), device),
+        device=torch.device(device), seed=seed)]
 
 
 def benchmark_speed(cases, splits, Br=64, Bc=64, *, device="cpu", seed=0):
     """Time the `candidates` in turn; one query is bound by the rate at which K and V are read."""
     return [row for case in cases for row in benchmark(
-        case, candidates(case, splits, Br, Bc, device), device=torch.device(device), seed=seed,
-        stream=True)]
+        case, measurable(candidates(case, splits, Br, Bc, device), device),
+        device=torch.device(device), seed=seed, stream=True)]
 
 
 SPLIT_KEYS, PARTS = 256, 64  # keys of a part; parts of all heads together that fill a card
@@ -337,7 +339,7 @@ def main():
     options.add_argument("--splits", type=cli.whole_number(1), nargs="+", metavar="P",
                          default=[4, 16, 64], help="(4 16 64)")
     return lesson.run_modes(options, MODES, lengths=(4096, 16384, 65536), adapt=one_query,
-                            splits="splits")
+                            kernels="flash_triton_decoding", splits="splits")
 
 
 if __name__ == "__main__":

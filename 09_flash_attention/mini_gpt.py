@@ -2,6 +2,7 @@
 
     python mini_gpt.py                      train with standard and with flash attention, compare
     python mini_gpt.py --plot DIR           draw both loss curves as well
+    TRITON_INTERPRET=1 python mini_gpt.py --attention standard triton --steps 3 --layers 1 --heads 1
 
 Both start from the same weights and read the same batches, so that their losses differ by rounding
 alone.
@@ -30,7 +31,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-ATTENTION = {"standard": standard_attention, "flash": flash_attention, "fused": fused_attention}
+
+def triton_attention(Q, K, V, causal):
+    import flash_triton  # not at the top: Triton is not everywhere
+    why_not = flash_triton.unserved(Q.device)
+    if why_not:
+        raise cli.Refused(f"attention triton on {Q.device}: {why_not}")
+    return flash_triton.flash_attention_triton(Q, K, V, causal=causal)
+
+
+ATTENTION = {"standard": standard_attention, "flash": flash_attention, "fused": fused_attention,
+             "triton": triton_attention}
 BOTH = ("standard", "flash")
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
 # Adam divides a gradient by its size: with the usual eps of 1e-8, one that is 0 but for rounding,
@@ -42,7 +53,7 @@ ALLOWED = 1e-3  # between the loss curves, in float32
 class CausalSelfAttention(nn.Module):
     """Phase 8's module in nanoGPT's shape, [B, N, C] -> [B, N, C], its attention chosen by name.
 
-    attention: 'standard', 'flash' or 'fused'. Q, K and V are strided views of one projection.
+    attention: a name of ATTENTION. Q, K and V are strided views of one projection.
     """
 
     def __init__(self, n_embd, n_head, attention="standard"):
@@ -59,8 +70,7 @@ class CausalSelfAttention(nn.Module):
         """cache: takes the new K and V and returns all so far, as flash_decoding.KVCache does."""
         Q, K, V = (
             part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # [B, N, C] -> [B, H, N, C/H]
-            for part in self.c_attn(x).chunk(3, dim=-1)
-        )
+            for part in self.c_attn(x).chunk(3, dim=-1))
         if cache is not None:
             K, V = cache.append(K, V)  # [B, H, length, C/H]
         O = self.attend(Q, K, V, causal=True)  # [B, H, N, C/H]
@@ -203,6 +213,7 @@ class Training:
             self.seconds[name].append(seconds)
             self.losses[name].append(loss[0].item())
 
+
 def train(training, steps):
     """Take `steps` steps."""
     with progress("train", steps) as advance:
@@ -237,8 +248,7 @@ class TrainRow:
 
 def compare(training, peaks):
     """Return a TrainRow a model. A row passes where max_diff is at most ALLOWED."""
-    rows = []
-    shape = f"{training.batch}x{training.N}x{training.n_embd}"
+    rows, shape = [], f"{training.batch}x{training.N}x{training.n_embd}"
     curves = torch.tensor(list(training.losses.values()), dtype=torch.float64)
     differences = (curves - curves[0]).abs().amax(dim=1).tolist()  # NaN stays NaN
     for (name, losses), max_diff in zip(training.losses.items(), differences):
@@ -273,9 +283,7 @@ def show_sample(training, count=250):
     same = torch.equal(*written)
     console.print(
         f"\n{count} letters: {seconds[0]:.2f} s with the KV cache, {seconds[1]:.2f} s without, "
-        f"{'the same text' if same else 'ANOTHER TEXT'}\n"
-    )
-    console.print(training.decode(written[0][0]))
+        f"{'the same text' if same else 'ANOTHER TEXT'}\n\n{training.decode(written[0][0])}")
     return same
 
 

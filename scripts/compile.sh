@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Compile the Triton kernel for a chip, without the chip, and print what fits on it: for the Ascend 910B3 by three
-# releases of its compiler, or for Hopper. What follows goes to compile_kernel.py:
+# Compile the Triton kernels for a chip, without the chip, and print what fits on it: for the Ascend 910B3 by three
+# releases of its compiler, or for Hopper. For the 910B3, what its compiler reads is then run on this CPU, where MLIR is:
+#   apt-get install mlir-19-tools clang-19 libmlir-19
+# What follows goes to compile_kernel.py:
 #   bash scripts/compile.sh 910b --dtype float16 --head-dim 64 128
-#   bash scripts/compile.sh hopper --dtype bfloat16
+#   bash scripts/compile.sh hopper --dtype bfloat16 --kernel flash_attention_kernel
 set -euo pipefail
 scripts=$(dirname "$(readlink -f "$0" 2>/dev/null || echo "$0")")
 compilers=(1.0.0 1.1.0 1.2.0) # of CANN 8.5.0, of 9.0.0 and of a newer one

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check and time the Triton kernel on this machine's CUDA GPU within six minutes, once torch is there:
+# Check and time the Triton kernels on this machine's CUDA GPU within six minutes, once torch is there:
 #   bash scripts/gpu_check.sh
 # A python3 whose torch sees the GPU and that has Triton, rich and matplotlib is taken; else .venv is made.
 set -euo pipefail

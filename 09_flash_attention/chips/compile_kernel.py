@@ -1,125 +1,144 @@
-"""How the size of on-chip memory chooses the tile: the kernel compiled for real chips without one.
+"""How the size of on-chip memory chooses the tile: the kernels compiled for real chips without one.
 
     bash scripts/compile.sh 910b        the Ascend 910B3, by triton-ascend, in its own environment
     bash scripts/compile.sh hopper      Hopper (H100, H200), by Triton
 
-The kernel is that of flash_triton.py. For each dtype, head size and tile the table says whether it
-fits and what it takes on the chip. It ends with 1 where the launcher finds no tile that fits, or
-its first is not the best that the newest compiler takes (910B), or where one spills (Hopper).
+The kernels are those of flash_triton*.py, as their launchers launch them: for each dtype, head size
+and mask the table says whether a tile fits and what it takes on the chip. It ends with 1 where the
+launcher finds no tile that fits, or in float16 the newest compiler takes a better one (910B), or
+where one spills though another would not (Hopper). On two cores it takes some MINUTES (910b) and
+MINUTES minutes (hopper).
 Source of the paper's tile: FlashAttention (arXiv 2205.14135), Algorithm 1, line 1.
 """
 
 import itertools
 import math
-import os
-import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Optional
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the lessons and `lab`
+chips = Path(__file__).resolve().parent
+sys.path[:0] = [str(chips.parent), str(chips)]  # for the lessons and `lab`; `python -I` has neither
 
 from lab.cases import dtype_name
+from lab.triton_tools import DTYPES, INTERPRETED, padded, tiles_from
 from common import cli
-from common.report import console, print_table, track, write_json
-from flash_triton import DTYPES, INTERPRETED, SMALLER, flash_attention_kernel, padded, tile_of
+from common.report import console, print_table, write_json
+import ascend
+import hopper
+import run_ascend_ir
+from launches import KERNELS, MASKS, ONE_TILE, PAGED, in_parallel, launches_of
 
 import torch
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-TRITON_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-
-
-def source(dtype, d, tile, causal):
-    """Return the kernel as Triton compiles it in a launch on contiguous Q, K, V of head size d."""
-    constants = dict(d=d, dv=d, D=padded(d), DV=padded(d), Br=tile[0], Bc=tile[1], CAUSAL=causal,
-                     FILL="ascend" in triton.backends.backends, q_d=1, k_d=1, v_d=1)
-    types = {name: f"*{TRITON_DTYPES[dtype]}" for name in "QKVO"}
-    types.update(L="*fp32", scale="fp32")
-    names = flash_attention_kernel.arg_names
-    signature = {name: types.get(name, "i32") for name in names if name not in constants}
-    if "ascend" in triton.backends.backends:  # Triton 3.2
-        return ASTSource(flash_attention_kernel, signature, constants)
-    signature.update(dict.fromkeys(constants, "constexpr"))
-    aligned = [name for name in (*"QKVOL", *signature) if re.fullmatch("[QKVOL]|[qkv]_[bhn]", name)]
-    return ASTSource(flash_attention_kernel, {name: signature[name] for name in names},
-                     {(names.index(name),): value for name, value in constants.items()},
-                     {(names.index(name),): [["tt.divisibility", 16]] for name in aligned})
 
 
 # Ascend
 
 
-ASCEND = "Ascend910B3"
-ASCEND_BYTES = {"ub": 192 * 1024, "cbuf": 512 * 1024, "cc": 128 * 1024}  # UB, L1, L0C of a core
-ASCEND_TILES = list(itertools.product((64, 128, 256), (64, 128, 256)))
-BITS = {"f16": 16, "bf16": 16, "f32": 32, "i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64}
+MOST_NUMBERS = 128 * 128  # of a block: as float32 it is a third of UB, which holds several
 
 
 @dataclass
 class AscendRow:
     """Bytes planned in UB, L1 and L0C; where the compiler refuses, the memory and what it asks.
 
-    best: the best tile that fits. chosen: the launcher's, the first of its tiles that fits.
+    single: it fits only with one buffer for each load, which then waits for the computation. best:
+    the best tile that fits with two, or else with one. chosen: the launcher's, the first of its
+    tiles that fits.
     """
 
+    kernel: str
     compiler: str
     dtype: str
     d: int
-    causal: bool
+    mask: str
     Br: int
     Bc: int
     ub: Optional[int] = None
     cbuf: Optional[int] = None
     cc: Optional[int] = None
     refused: str = ""
+    single: bool = False
     best: bool = False
     chosen: bool = False
-    chip: str = ASCEND
+    chip: str = ascend.CHIP
 
 
-def ascend_rows(compilers, dtypes, sizes):
-    """Compile for the 910B3: AscendRows for each dtype, head size, and causal or not.
-
-    By the last compiler in every tile, by the others in the launcher's until one fits.
+def ascend_rows(compilers, thorough, kernel, dtype, d, mask):
+    """Compile a kernel for the 910B3 by each compiler in the launcher's tiles until one fits, and
+    for the dtype `thorough` by the last in those that would be better: AscendRows.
     """
-    rows, problems = [], list(itertools.product(dtypes, sizes, (False, True)))
-    most = len(problems) * (9 + 3 * len(compilers))
-    console.print(f"up to {most} compiles of a second or two each")
-    for dtype, d, causal in track("compile", problems):
-        own = list(dict.fromkeys(
-            tile[:2] for tile in (tile_of("npu", dtype, d, d, causal), *SMALLER)))
-        for compiler in compilers:
-            newest, group = compiler is compilers[-1], []
-            compile_tile = ascend_compiler(compiler)
-            for tile in own + [t for t in ASCEND_TILES if newest and t not in own]:
-                row = AscendRow(release_of(compiler), dtype_name(dtype), d, causal, *tile)
-                found = compile_tile(source(dtype, d, tile, causal))
-                if isinstance(found, str):
-                    row.refused = found
-                else:
-                    row.ub, row.cbuf, row.cc = (found.get(space) for space in ASCEND_BYTES)
-                    row.chosen = tile in own and not any(r.chosen for r in group)
-                group.append(row)
-                if row.chosen and not newest:
-                    break
-            # K and V are read once for each query block: the largest Br reads least. Then the
-            # largest Bc, the fewest steps. Bc below 64 would leave vector lanes empty: they take 64
-            # float32.
+    launch, rows = launches_of("npu", dtype, d, mask)[kernel], []
+    own = list(dict.fromkeys(tile[:2] for tile in tiles_from(launch.tile)))
+    own = own[: 1 if kernel in ONE_TILE else None]
+    for folder in compilers:
+        row = partial(ascend_row, ascend.compiler(folder), launch, kernel, release_of(folder),
+                      dtype_name(dtype), d, mask)
+        group = first_that_fits(row, own)
+        last = group[-1]
+        last.chosen = not last.refused
+        if folder == compilers[-1] and dtype == thorough:
+            group += first_that_fits(row, own[len(group) :] if last.single else [], with_two=True)
+            base = (group[-1].Br, group[-1].Bc) if not group[-1].refused else (0, 0)
+            tried = {(row.Br, row.Bc) for row in group}
+            group += first_that_fits(row, [tile for tile in better_tiles(kernel, d, own[0], base)
+                                           if tile not in tried], with_two=True)
             fits = [row for row in group if not row.refused]
-            if newest and fits:
-                max(fits, key=lambda row: (row.Br, row.Bc)).best = True
-            rows += sorted(group, key=lambda row: (row.Br, row.Bc))
+            if fits:
+                max(fits, key=lambda row: (
+                    not row.single, order(kernel, (row.Br, row.Bc)))).best = True
+        rows += group
     return rows
+
+
+def ascend_row(compile_source, launch, kernel, compiler, dtype, d, mask, tile):
+    row = AscendRow(kernel, compiler, dtype, d, mask, *tile)
+    found = compile_source(launch.source((*tile, 4, 1)))
+    if isinstance(found, str):
+        row.refused = found
+    else:
+        row.ub, row.cbuf, row.cc = (found.get(space) for space in ascend.BYTES)
+        row.single = "single" in found
+    return row
+
+
+def first_that_fits(row_of, tiles, with_two=False):
+    """Return the rows of `tiles` up to the first that fits, or fits with two buffers."""
+    rows = []
+    for tile in tiles:
+        rows.append(row_of(tile))
+        if not rows[-1].refused and not (with_two and rows[-1].single):
+            break
+    return rows
+
+
+def order(kernel, tile):
+    """Return by what the best tile is the largest.
+
+    First by the block that stays on the chip, of queries, or in dK_dV_kernel of keys: the larger it
+    is, the fewer times the others are read. Then by that which passes: fewer steps.
+    """
+    return tile[::-1] if kernel == "dK_dV_kernel" else tuple(tile)
+
+
+def better_tiles(kernel, d, first, base):
+    """Return the tiles that would be better than `base`, the best first.
+
+    None whose blocks have more than MOST_NUMBERS, and none that passes fewer than 64 rows at a
+    time: a vector instruction takes 64 float32. Decoding has as many rows as there are queries, in
+    the launcher's `first` tile, and no more keys than a page of 128.
+    """
+    if kernel in ONE_TILE:
+        return []
+    decoding = kernel in ("split_kernel", PAGED)
+    sizes = [(stays, passes) for stays in ([first[0]] if decoding else (256, 128, 64, 32))
+             for passes in ((128, 64) if decoding else (256, 128, 64))
+             if stays * max(passes, padded(d)) <= MOST_NUMBERS
+             and (stays, passes) > order(kernel, base)]
+    return [order(kernel, size) for size in sizes]
 
 
 def release_of(compiler):
@@ -127,121 +146,63 @@ def release_of(compiler):
     return Path(compiler).name.rpartition("-")[2]
 
 
-PATH = os.environ["PATH"]
-
-
-def ascend_compiler(folder):
-    """Return compile(source) -> {memory: bytes}, or the compiler's refusal as a string.
-
-    Before 1.2.0 a compiler keeps its plan to itself: {}.
-
-    folder: holds the package ascendnpuir. It is triton-ascend's own way to the last step: hivmc,
-    which is part of CANN, is not there. What stands in for a card is the answer to its name. Raises
-    Refused where triton-ascend or the compiler is missing.
-    """
-    binaries = Path(folder).resolve() / "ascendnpuir" / "bin"
-    if "ascend" not in triton.backends.backends or not binaries.is_dir():
-        raise cli.Refused(f"it needs triton-ascend and ascendnpu-ir in {folder}: "
-                          "bash scripts/compile.sh 910b installs them")
-    os.environ.update(TRITON_ASCEND_ARCH=ASCEND, TRITON_ALWAYS_COMPILE="1",
-                      PATH=f"{binaries}:{PATH}")
-    # The backend's own globals: Triton loads a second copy of the module beside the imported one.
-    backend = triton.backends.backends["ascend"].compiler.add_stages.__globals__
-    backend["NPUUtils"] = lambda: SimpleNamespace(get_arch=lambda: ASCEND)
-    said = subprocess.run([binaries / "bishengir-compile", "--help-hidden"], capture_output=True)
-    keeps, seen = b"save-temps" in said.stdout, {}
-    backend["subprocess"] = SimpleNamespace(run=partial(run_and_keep, seen, keeps))
-
-    def compile_source(source):
-        with tempfile.TemporaryDirectory() as folder:
-            seen.update(folder=folder, said="")
-            try:
-                triton.compile(source, target=GPUTarget("npu", ASCEND, 0))
-            except Exception as stopped:
-                if "overflow" in seen["said"] or "Cannot find hivmc" not in seen["said"]:
-                    return refusal(seen["said"] or str(stopped))
-            return planned_bytes(Path(folder, "module.hivm.opt.mlir").read_text()) if keeps else {}
-
-    return compile_source
-
-
-def run_and_keep(seen, keeps, command, **options):
-    """Run a compiler as subprocess.run does. What it says goes to seen["said"]; where it keeps its
-    plan, that goes to seen["folder"].
-    """
-    if Path(command[0]).name == "bishengir-compile" and keeps:
-        command = [*command, f"--save-temps={seen['folder']}"]
-    for _ in range(3):  # both compilers crash now and then, on inputs that they take next time
-        done = subprocess.run(command, **{**options, "check": False})
-        seen["said"] = done.stderr.decode()
-        if done.returncode >= 0:
-            break
-        seen["said"] = f"{Path(command[0]).name} ended by signal {-done.returncode}"
-    done.check_returncode()
-    return done
-
-
-def refusal(said):
-    """Return what the compiler refuses, 'ub overflow: 395328 bytes, 201%', or its last line."""
-    overflow = re.search(r"(\w+) overflow, requires (\d+) bits while (\d+) bits", said)
-    if overflow:
-        memory, need, room = overflow.group(1), int(overflow.group(2)), int(overflow.group(3))
-        return f"{memory} overflow: {need // 8} bytes, {need / room:.0%}"
-    return said.strip().splitlines()[-1]
-
-
-def planned_bytes(module):
-    """Return {memory: bytes} of the compiler's plan: the highest end of a buffer in each memory."""
-    plan = {}
-    buffer = r"pointer_cast\(([^)]*)\).*?memref<((?:\d+x)*)(\w+)[^#\n]*#hivm\.address_space<(\w+)>"
-    for addresses, dimensions, dtype, memory in re.findall(buffer, module):
-        size = math.prod(int(n) for n in dimensions.split("x") if n) * BITS[dtype] // 8
-        for address in re.findall(r"%c(\d+)_i64", addresses):
-            plan[memory] = max(plan.get(memory, 0), int(address) + size)
-    return plan
-
-
-def show_ascend(args, dtypes):
-    rows = ascend_rows(args.compilers, dtypes, args.head_dim)
+def show_ascend(args, problems):
+    thorough = problems[0][1]
+    rows = in_parallel("compile", partial(ascend_rows, args.compilers, thorough), problems)
     cells = []
     for r in rows:
         used = [f"{n} ({n / room:.0%})" if n is not None else "-" for n, room in
-                zip((r.ub, r.cbuf, r.cc), ASCEND_BYTES.values())]
-        verdict = r.refused or "fits" + ", best" * r.best
-        cells.append((r.dtype, r.d, r.causal, r.compiler, f"{r.Br}x{r.Bc}", *used,
+                zip((r.ub, r.cbuf, r.cc), ascend.BYTES.values())]
+        verdict = r.refused or "fits" + ", with one buffer" * r.single + ", best" * r.best
+        cells.append((r.kernel, r.dtype, r.d, r.mask, r.compiler, f"{r.Br}x{r.Bc}", *used,
                       verdict + ", launcher's" * r.chosen))
-    print_table(f"Compiled for {ASCEND}: bytes of a core's UB, L1 and L0C",
-                ["dtype", "d", "causal", "compiler", "Br x Bc", "UB", "L1", "L0C", ""], cells)
-    print_paper_tile("UB", ASCEND_BYTES["ub"], args.head_dim)
+    print_table(f"Compiled for {ascend.CHIP}: bytes of a core's UB, L1 and L0C",
+                ["kernel", "dtype", "d", "mask", "compiler", "Br x Bc", "UB", "L1", "L0C", ""],
+                cells)
+    print_paper_tile("UB", ascend.BYTES["ub"], args.head_dim)
     console.print(
         f"compiled and planned by the real compilers (triton-ascend {version('triton-ascend')}, "
         f"ascendnpu-ir {', '.join(map(release_of, args.compilers))}); not linked by CANN's hivmc "
-        "and not run on a card, so nothing here speaks of time or of results.")
-    newest = release_of(args.compilers[-1])
-    problems = {(r.compiler, r.dtype, r.d, r.causal): False for r in rows}
-    problems.update({(r.compiler, r.dtype, r.d, r.causal): r.best or r.compiler != newest
-                     for r in rows if r.chosen})
-    return rows, all(problems.values())
+        "and not run on a card, so nothing here speaks of time.")
+    problems = {(r.kernel, r.compiler, r.dtype, r.d, r.mask) for r in rows}
+    chosen = {(r.kernel, r.compiler, r.dtype, r.d, r.mask) for r in rows if r.chosen}
+    held = problems == chosen and all(r.chosen for r in rows if r.best)
+    ran = run_the_ir(args)
+    return rows + ran, held and all(r.passed for r in ran)
+
+
+def run_the_ir(args):
+    """Run what the newest compiler reads, where the tools are: run_ascend_ir's Rows."""
+    try:
+        run_ascend_ir.tools()
+    except cli.Refused as missing:
+        console.print(f"\nwhat it compiles from was not run on this CPU: {missing}")
+        return []
+    return run_ascend_ir.show(args.compilers[-1], args.kernel,
+                              [getattr(torch, name) for name in args.dtype], args.head_dim)
 
 
 # Hopper
 
 
-HOPPER_SHARED = 227 * 1024  # bytes that a block may take
+# Beside the launcher's tile, in half types and without a mask, those that gpu_check.py times.
 HOPPER_TILES = {
-    2: [(64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2),
-        (64, 16, 8, 2)],
-    4: [(32, 16, 8, 2), (32, 32, 8, 2), (64, 16, 8, 2), (64, 32, 8, 2)],
+    "flash_attention_kernel": [(64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3),
+                               (128, 128, 8, 2), (64, 16, 8, 2)],
+    "dQ_kernel": [(64, 64, 4, 2), (64, 64, 8, 2), (128, 64, 8, 2), (128, 128, 8, 1)],
+    "dK_dV_kernel": [(64, 64, 8, 2), (64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 4, 2)],
 }
+SMALLEST = (32, 32, 8, 1), (16, 32, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)
 
 
 @dataclass
 class HopperRow:
     """registers and spilled bytes of a thread, shared bytes of a block, matrix instructions."""
 
+    kernel: str
     dtype: str
     d: int
-    causal: bool
+    mask: str
     Br: int
     Bc: int
     num_warps: int
@@ -255,54 +216,45 @@ class HopperRow:
     chip: str = "Hopper, sm_90"
 
 
-def hopper_rows(dtypes, sizes):
-    """Compile for Hopper: a HopperRow for each dtype, head size, causal or not, and tile."""
-    found = tuple(map(int, triton.__version__.split(".")[:2]))
-    if "nvidia" not in triton.backends.backends or found < (3, 3):
-        raise cli.Refused(f"it needs Triton 3.3 or newer for CUDA, found {triton.__version__}: "
-                          "bash scripts/compile.sh hopper installs it")
-    rows = []
-    problems = list(itertools.product(dtypes, sizes, (False, True)))
-    for dtype, d, causal in track("compile", problems):
-        for tile in HOPPER_TILES[dtype.itemsize]:
-            chosen = tile == tile_of("hopper", dtype, d, d, causal)
-            rows.append(HopperRow(dtype_name(dtype), d, causal, *tile,
-                                  *compile_hopper(dtype, d, tile, causal), chosen))
+def hopper_rows(kernel, dtype, d, mask):
+    """Compile a kernel for Hopper: HopperRows. Where the launcher's tile spills, in small ones too,
+    until one does not.
+    """
+    launch, rows = launches_of("hopper", dtype, d, mask)[kernel], []
+
+    def compile_in(tile):
+        found = hopper.compile_hopper(launch.source(tile), tile)
+        rows.append(HopperRow(kernel, dtype_name(dtype), d, mask, *tile, *found,
+                              tile == launch.tile))
+        return not rows[-1].spilled
+
+    if not compile_in(launch.tile) and kernel not in ONE_TILE:
+        any(map(compile_in, SMALLEST))
+    if dtype.itemsize == 2 and mask == "full":
+        for tile in HOPPER_TILES.get(kernel, ()):
+            if tile != launch.tile:
+                compile_in(tile)
     return rows
 
 
-def compile_hopper(dtype, d, tile, causal):
-    """Compile to a cubin for sm_90: registers, spilled bytes, shared bytes, wgmma, uses tf32."""
-    kernel = triton.compile(source(dtype, d, tile, causal), target=GPUTarget("cuda", 90, 32),
-                            options={"num_warps": tile[2], "num_stages": tile[3]})
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(kernel.asm["cubin"])
-        usage, code = (
-            subprocess.run([tools / tool, option, cubin], capture_output=True, text=True,
-                           check=True).stdout
-            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c")))
-    registers, spilled = (int(re.search(rf"{name}:(\d+)", usage).group(1))
-                          for name in ("REG", "STACK"))
-    tf32 = "tf32" in kernel.asm["ptx"]
-    return registers, spilled, kernel.metadata.shared, code.count("HGMMA"), tf32
-
-
-def show_hopper(args, dtypes):
-    rows = hopper_rows(dtypes, args.head_dim)
+def show_hopper(args, problems):
+    hopper.check_triton()
+    rows = in_parallel("compile", hopper_rows, problems)
     print_table(
         "Compiled for Hopper (sm_90): registers and spills of a thread, shared memory of a block",
-        ["dtype", "d", "causal", "Br x Bc", "warps", "stages", "registers", "spilled bytes",
-         "shared bytes", "wgmma", "tf32", ""],
-        [(r.dtype, r.d, r.causal, f"{r.Br}x{r.Bc}", r.num_warps, r.num_stages, r.registers,
-          r.spilled, f"{r.shared} ({r.shared / HOPPER_SHARED:.0%})", r.wgmma,
+        ["kernel", "dtype", "d", "mask", "Br x Bc", "warps", "stages", "registers",
+         "spilled bytes", "shared bytes", "wgmma", "tf32", ""],
+        [(r.kernel, r.dtype, r.d, r.mask, f"{r.Br}x{r.Bc}", r.num_warps, r.num_stages, r.registers,
+          r.spilled, f"{r.shared} ({r.shared / hopper.SHARED:.0%})", r.wgmma,
           "yes" if r.tf32 else "no",
-          "launcher's" if r.chosen else "too much" if r.shared > HOPPER_SHARED else "")
+          "launcher's" if r.chosen else "too much" if r.shared > hopper.SHARED else "")
          for r in rows])
-    print_paper_tile("shared memory", HOPPER_SHARED, args.head_dim)
+    print_paper_tile("shared memory", hopper.SHARED, args.head_dim)
     console.print(f"compiled to a cubin by Triton {version('triton')} and its own ptxas; not run.")
-    return rows, not any(r.tf32 or r.chosen and r.spilled for r in rows)
+    spares = {(r.kernel, r.dtype, r.d, r.mask) for r in rows if not r.spilled}
+    return rows, not any(
+        r.tf32 or r.chosen and r.spilled and (r.kernel, r.dtype, r.d, r.mask) in spares
+        for r in rows)
 
 
 def print_paper_tile(memory, room, sizes):
@@ -315,8 +267,11 @@ def print_paper_tile(memory, room, sizes):
 def main():
     options = cli.Parser(description=__doc__)
     options.add_argument("chip", choices=["910b", "hopper"])
+    options.add_argument("--kernel", nargs="+", default=KERNELS, choices=KERNELS,
+                         help="one or more (all)")
     options.add_argument("--dtype", nargs="+", default=[*map(dtype_name, DTYPES)],
-                         choices=[*map(dtype_name, DTYPES)], help="one or more (all)")
+                         choices=[*map(dtype_name, DTYPES)],
+                         help="one or more (all); 910b: the first is tried in better tiles too")
     options.add_argument("--head-dim", nargs="+", type=cli.whole_number(1, 256), metavar="d",
                          default=[64, 128, 256], help="one or more (64 128 256)")
     options.add_argument("--compilers", nargs="+", metavar="DIR", default=["ascendnpu-ir"],
@@ -326,11 +281,14 @@ def main():
     args = options.parse_args()
     if INTERPRETED:
         raise cli.Refused("TRITON_INTERPRET is set, and the interpreter does not compile: unset it")
+    dtypes = [getattr(torch, name) for name in args.dtype]
+    problems = [problem for problem in itertools.product(args.kernel, dtypes, args.head_dim, MASKS)
+                if problem[0] not in ONE_TILE or problem[3] == "full"]
     show = show_ascend if args.chip == "910b" else show_hopper
-    rows, held = show(args, [getattr(torch, name) for name in args.dtype])
+    rows, held = show(args, problems)
     if not held:
         console.print("NOT HELD: a problem has no tile that fits, the launcher's first is not the "
-                      "best, or a tile of it spills")
+                      "best, or a tile of it spills where another would not")
     if args.json:
         write_json(args.json, torch.device("cpu"), [("compile", row) for row in rows])
     return 0 if held else 1

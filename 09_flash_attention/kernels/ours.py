@@ -25,6 +25,7 @@ def triton(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=Fals
     why_not = flash_triton.unserved(q.device)
     if why_not:
         raise Refused(f"triton on {q.device}: {why_not}")
-    if attn_mask is not None or is_causal and q.shape[-2] != k.shape[-2] or q.requires_grad:
-        raise NotImplementedError("no masks, no upper-left corner where Nq != Nk, no gradients")
-    return flash_triton.flash_attention_triton(q, k, v, causal=is_causal, scale=scale)
+    if attn_mask is not None:
+        raise NotImplementedError("the kernels take no mask")
+    corner = {"causal": True, "q_start": 0} if is_causal else {}
+    return flash_triton.flash_attention_triton(q, k, v, scale=scale, **corner)

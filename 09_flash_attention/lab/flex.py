@@ -1,7 +1,12 @@
-"""FlexAttention, which compiles a score_mod and a mask into a fused kernel: torch 2.6 and later."""
+"""FlexAttention, which compiles a score_mod and a mask into a fused kernel: torch 2.6 and later;
+and what else is fused, to compare with.
+"""
+
+from functools import partial
 
 import torch
 
+from lab.fused import fused_attention
 from lab.visible import Visible, batched
 
 flex_attention = None
@@ -24,3 +29,13 @@ def flex(Q, K, V, causal=False, window=None):
     O = flex_attention(*map(batched, (Q, K, V)), block_mask=mask, scale=visible.scale,
                        enable_gqa=visible.G > 1)
     return O.reshape(*Q.shape[:-1], V.shape[-1])
+
+
+def fused_calls(case, device):
+    """Return {name: call of Q, K, V} of what can train beside flash: the fused operator, and on
+    CUDA FlexAttention, compiled.
+    """
+    calls = {} if device.type == "npu" else {"fused": partial(fused_attention, **case.masks)}
+    if device.type == "cuda" and flex_attention is not None:
+        calls["flex"] = partial(torch.compile(flex), **case.masks)
+    return calls

@@ -32,7 +32,7 @@ def forward_bytes(name, case, Br=1, Bc=1, at_once=None):
     group become rows of one tile; and what is largest of five columns (m, m_new, correction, l, row
     sums), of two and the masks of a tile that causal or window cut, and for half types of two and
     the next K_block and V_block in float32; half types hold those of this tile and Q_block besides.
-    fused, triton: L.
+    fused: L. triton: m and l.
     """
     heads, kv_heads, Nq, Nk, d, dv, width, wide = sizes(case)
     half, grouped = width < wide, heads > kv_heads and Br < Nq
@@ -47,7 +47,7 @@ def forward_bytes(name, case, Br=1, Bc=1, at_once=None):
         "standard": N_by_N * (2 * wide + (width if half else 0)),
         "flash": wide * tiles + moment,
         "fused": L,
-        "triton": L,
+        "triton": 2 * L,
     }
     return result + beside[name]
 
@@ -58,6 +58,7 @@ def backward_bytes(name, case, Br=1, Bc=1, at_once=None, extra=None):
     standard, in the softmax's backward: P, dP, dS, O and dV, and where causal or window hide keys
     the mask and a masked dS; for half types also what the forward kept in another dtype, Q, K and
     V, and not what a CPU adds that multiplies them in float32.
+    triton: O, m, l, D, dQ, dK, dV.
     flash: O, m, l, dQ, dK, dV; two tiles of Br x Bc and their masks, dQ_block or dO * O, and D;
     where the heads of a group become rows of one tile or half types are widened, Q_block, dO_block,
     O_block, m and l too. Half types sum dK and dV in float32, and hold tiles of K and V beside
@@ -75,6 +76,8 @@ def backward_bytes(name, case, Br=1, Bc=1, at_once=None, extra=None):
         kept = wide * (dQ + dK) + width * dV if half else 0
         masked = Nq * Nk * (1 + wide * heads) if case.hides else 0
         return 3 * wide * heads * Nq * Nk + masked + width * (O + dV) + kept
+    if name == "triton":
+        return width * (O + dQ + dK + dV) + 3 * 4 * heads * Nq
     copied = half or heads > kv_heads and Br < Nq
     rows = max(d + 3 * dv, 2 * d + dv) + 3 if copied else max(d, dv) + 1
     held = width * (O + dQ) + wide * 2 * heads * Nq

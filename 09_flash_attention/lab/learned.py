@@ -58,8 +58,8 @@ def writes_nothing(score_mod):
         version = score._version
         changed = score_mod(score, *position)
         if score._version != version:
-            raise ValueError("score_mod must return new scores, got one that writes in place to those "
-                             "that it was given: only the forward alone takes it")
+            raise ValueError("score_mod must return new scores, got one that writes in place to "
+                             "those that it was given: only the forward alone takes it")
         return changed
 
     return call

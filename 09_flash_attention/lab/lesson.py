@@ -12,6 +12,7 @@ from common import cli
 from common.device import choose, describe, free_bytes
 from common.report import console, track, write_json
 from lab.cases import VERIFY_CASES, Case, dtype_name
+from lab.served import say_why_not
 from lab.show import plot
 from lab.tiles import AUTO
 from lab.visible import DTYPES
@@ -64,13 +65,13 @@ def begin(options, lengths=None, check=lambda args: None):
 
 
 def run_modes(options, modes, what="", prefix="", lengths=LENGTHS, adapt=None, unserved=None,
-              **more):
+              kernels=None, **more):
     """Run what --mode asks for, each table as soon as it is there; return the exit status.
 
     modes: {mode: (tool, show)}: tool(cases, Br=, Bc=, device=, seed=, **more) -> rows, and
     show(rows, args, cases) prints them. Or {mode: show(args, device) -> rows}. adapt: of a case of
     the options -> the lesson's case. more: {argument: option} of the tools. what, prefix: of plots.
-    unserved: {mode: options that it can't serve}.
+    unserved: {mode: options that it can't serve}. kernels: the lesson in Triton that has rows too.
     """
     options.add_argument("--mode", choices=[*modes, "all"], default="verify", help="(verify)")
     def check(args):
@@ -95,6 +96,8 @@ def run_modes(options, modes, what="", prefix="", lengths=LENGTHS, adapt=None, u
             Br, Bc = tile(args)
             rows = tool(track(mode, given), Br=Br, Bc=Bc, device=device, seed=args.seed, **more)
             show(rows, args, given)
+            if kernels:
+                say_why_not(kernels, given, device)
         found += [(mode, row) for row in rows]
     status = finish(args, device, found)
     if getattr(args, "plot", None) is not None:

@@ -1,6 +1,7 @@
 """The kernel compiled without a chip: what is read from the compilers, and what the tables hold."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +10,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+os.environ["TRITON_INTERPRET"] = "1"  # Triton looks as it loads: see conftest.py
 try:
-    import flash_triton  # noqa: F401
+    import flash_triton_decoding  # noqa: F401
 except ImportError as missing:  # no package for this platform, or an old one
     pytest.skip(str(missing), allow_module_level=True)
+finally:
+    del os.environ["TRITON_INTERPRET"]
 
+import ascend
 import compile_kernel
-from compile_kernel import planned_bytes, refusal
-from flash_triton import tile_of
+import hopper
+import run_ascend_ir
+from ascend import planned_bytes, refusal
+from launches import KERNELS, ONE_TILE
 
 FOLDER = Path(compile_kernel.__file__).parent
 
@@ -45,46 +52,104 @@ def test_a_refusal_keeps_the_compilers_own_figure():
     assert refusal("warning\nerror: something else\n") == "error: something else"
 
 
-def show_910b(monkeypatch, capsys, compiled):
-    """Run `compile_kernel.py 910b`; compiled(dtype, d, tile, causal, folder) is its compiler."""
+GAVE_UP = """[ERROR] Cannot find hivmc under $PATH
+[NOTE] Cbuf overflow detected; automatically set enable-auto-multi-buffer to false and retrying \
+compilation.
+[NOTE] Due to Cbuf overflow, set enable-auto-multi-buffer to false; compilation then succeeded.
+[ERROR] Failed to run BiShengIR pipeline
+"""
+
+
+@pytest.mark.parametrize("said, found", [
+    (SAID, "ub overflow: 393216 bytes, 200%"), ("[ERROR] Cannot find hivmc under $PATH", {}),
+    (GAVE_UP, {"single": True}), ("x: error: no such op", "x: error: no such op")])
+def test_a_compile_that_only_hivmc_stops_fits_if_need_be_with_one_buffer(
+        monkeypatch, tmp_path, said, found):
+    program = tmp_path / "bishengir-compile"
+    program.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{said}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(ascend, "compile_with", lambda run, path, source: run(
+        [program], capture_output=True))
+    assert ascend.plan(tmp_path, False, None) == found
+
+
+def show_910b(monkeypatch, capsys, compiled, ran=()):
+    """Run `compile_kernel.py 910b`; compiled(tile, mask, folder) is its compiler."""
     monkeypatch.setattr(compile_kernel, "INTERPRETED", False)
     monkeypatch.setattr(compile_kernel, "version", lambda package: "3.2.0")
-    monkeypatch.setattr(compile_kernel, "source", lambda *arguments: arguments)
-    monkeypatch.setattr(compile_kernel, "ascend_compiler",
-                        lambda folder: lambda source: compiled(*source, folder))
-    monkeypatch.setattr(sys, "argv", ["compile_kernel.py", "910b", "--head-dim", "64",
-                                      "--dtype", "float16", "--compilers", "npu-1.0", "npu-1.2"])
+    monkeypatch.setattr(compile_kernel, "in_parallel", lambda title, rows_of, problems: [
+        row for problem in problems for row in rows_of(*problem)])
+    monkeypatch.setattr(compile_kernel, "launches_of", lambda platform, dtype, d, mask: {
+        kernel: SimpleNamespace(tile=(128, 128, 4, 1), source=lambda tile: (tile[:2], mask))
+        for kernel in KERNELS})
+    monkeypatch.setattr(ascend, "compiler", lambda folder: lambda source: compiled(*source, folder))
+    monkeypatch.setattr(run_ascend_ir, "tools", lambda: None)
+    monkeypatch.setattr(run_ascend_ir, "show", lambda *_: list(ran))
+    monkeypatch.setattr(sys, "argv", ["compile_kernel.py", "910b", "--head-dim", "64", "--dtype",
+                                      "float16", "--kernel", "flash_attention_kernel",
+                                      "dK_dV_kernel", "--compilers", "npu-1.0", "npu-1.2"])
     return compile_kernel.main(), capsys.readouterr().out
 
 
+def rows_of(out, said):
+    """Return [kernel, mask, compiler, tile] of the rows that say so."""
+    cells = [[cell.strip() for cell in line.split("|")[1:]] for line in out.splitlines()
+             if said in line]
+    return [[row[0], row[3], row[4], row[5]] for row in cells if len(row) > 5]
+
+
+def fits_up_to(room, tile):
+    plan = {"ub": 98304, "cbuf": 131072, "cc": 65536}
+    return "ub overflow: 198720 bytes, 101%" if tile[0] * tile[1] > room else plan
+
+
 def test_the_table_for_ascend_shows_bytes_shares_and_refusals(monkeypatch, capsys):
-    def compiled(dtype, d, tile, causal, folder):
-        room = 16384 if "1.2" in folder else 4096
-        if tile[0] * tile[1] > room or causal and tile[0] > 128:
+    def compiled(tile, mask, folder):
+        if mask == "full" and sorted(tile) == [64, 256]:
             return "ub overflow: 198720 bytes, 101%"
-        return {"ub": 98304, "cbuf": 131072, "cc": 65536}
+        return fits_up_to(4096 if "1.0" in folder else 8192 if mask == "window" else 16384, tile)
 
     code, out = show_910b(monkeypatch, capsys, compiled)
-    assert code == 0
     assert "98304 (50%) | 131072 (25%) | 65536 (50%)" in " ".join(out.split())
     assert "ub overflow: 198720 bytes, 101%" in out and "not run on a card" in out
     assert "64x192 at d=64" in out
-    chosen = [[cell.strip() for cell in line.split("|")][3:6] for line in out.splitlines()
-              if "launcher's |" in line]
-    assert chosen == [["False", "1.0", "64x64"], ["False", "1.2", "256x64"],
-                      ["True", "1.0", "64x64"], ["True", "1.2", "128x128"]]
-
-
-def test_no_tile_that_fits_an_old_compiler_ends_with_1(monkeypatch, capsys):
-    code, out = show_910b(monkeypatch, capsys, lambda dtype, d, tile, causal, folder: (
-        "ub overflow: 198720 bytes, 101%" if "1.0" in folder or tile[0] * tile[1] > 16384 else
-        {"ub": 1, "cbuf": 1, "cc": 1}))
+    chosen = rows_of(out, "launcher's")
+    assert chosen[:2] == [["flash_attention_kernel", "full", "1.0", "64x64"],
+                          ["flash_attention_kernel", "full", "1.2", "128x128"]]
+    assert ["flash_attention_kernel", "window", "1.2", "128x64"] in chosen
+    best = {(kernel, mask): tile for kernel, mask, _, tile in rows_of(out, "best")}
+    # With causal 256x64 fits, and keeps more on the chip; keys stay there in dK_dV_kernel.
+    assert best == {("flash_attention_kernel", "full"): "128x128",
+                    ("flash_attention_kernel", "causal"): "256x64",
+                    ("flash_attention_kernel", "window"): "128x64",
+                    ("dK_dV_kernel", "full"): "128x128", ("dK_dV_kernel", "causal"): "64x256",
+                    ("dK_dV_kernel", "window"): "64x128"}
     assert code == 1 and "NOT HELD" in out
 
 
-def test_a_tile_of_the_launcher_that_is_not_the_best_ends_with_1(monkeypatch, capsys):
-    code, out = show_910b(monkeypatch, capsys, lambda *_: {"ub": 1, "cbuf": 1, "cc": 1})
-    assert code == 1 and "fits, launcher's" in out
+def test_the_best_tile_that_fits_ends_with_0_and_what_runs_wrong_with_1(monkeypatch, capsys):
+    def compiled(tile, mask, folder):
+        return fits_up_to(16384, tile) if 256 not in tile else "cc overflow: 196608 bytes, 150%"
+
+    assert show_910b(monkeypatch, capsys, compiled)[0] == 0
+    wrong = SimpleNamespace(passed=False)
+    assert show_910b(monkeypatch, capsys, compiled, [wrong])[0] == 1
+
+
+def test_two_buffers_are_better_than_a_larger_tile_with_one(monkeypatch, capsys):
+    def compiled(tile, mask, folder):
+        return {"ub": 1, "cbuf": 1, "cc": 1, **({"single": True} if min(tile) > 64 else {})}
+
+    code, out = show_910b(monkeypatch, capsys, compiled)
+    assert "fits, with one buffer, launcher's" in out
+    assert {row[3] for row in rows_of(out, "best")} == {"256x64", "64x256"} and code == 1
+
+
+def test_no_tile_that_fits_an_old_compiler_ends_with_1(monkeypatch, capsys):
+    code, out = show_910b(monkeypatch, capsys, lambda tile, mask, folder: (
+        "ub overflow: 198720 bytes, 101%" if "1.0" in folder or 256 in tile else
+        {"ub": 1, "cbuf": 1, "cc": 1}))
+    assert code == 1 and "NOT HELD" in out
 
 
 def test_without_triton_ascend_one_line_says_which_script_installs_it():
@@ -97,11 +162,12 @@ def test_without_triton_ascend_one_line_says_which_script_installs_it():
 HOPPER = """
 import json, sys, torch
 sys.path.insert(0, {folder!r})
-from compile_kernel import compile_hopper
-from flash_triton import tile_of
-print(json.dumps([
-    (str(dtype), *compile_hopper(dtype, d, tile_of("hopper", dtype, d, d, causal), causal))
-    for dtype in (torch.bfloat16, torch.float32) for d in (64, 128) for causal in (False, True)]))
+from launches import launches_of
+from hopper import compile_hopper
+launches = launches_of("hopper", torch.bfloat16, 128, "causal")
+launches["float32"] = launches_of("hopper", torch.float32, 64, "full")["flash_attention_kernel"]
+print(json.dumps([(name, *compile_hopper(launch.source(), launch.tile))
+                  for name, launch in launches.items()]))
 """
 
 
@@ -111,75 +177,26 @@ def test_on_hopper_the_launchers_tiles_spill_nothing_and_float32_takes_no_tf32()
                           capture_output=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
-    assert len(rows) == 8
-    for dtype, registers, spilled, shared, wgmma, tf32 in rows:
-        assert 0 < registers <= 255 and spilled == 0 and not tf32
-        assert 0 < shared <= compile_kernel.HOPPER_SHARED
-        assert (wgmma > 0) == (dtype == "torch.bfloat16")
+    assert {row[0] for row in rows} == {*KERNELS, "float32"}
+    for name, registers, spilled, shared, wgmma, tf32 in rows:
+        assert 0 < registers <= 255 and spilled == 0 and not tf32, name
+        assert 0 < shared <= hopper.SHARED
+        assert (wgmma > 0) == (name not in (*ONE_TILE, "float32")), name
 
 
-def test_the_tiles_for_hopper_do_not_hold_where_one_of_the_launcher_spills(monkeypatch, capsys):
-    chosen = tile_of("hopper", torch.bfloat16, 128, 128, False)
-    spilling = chosen
-    monkeypatch.setattr(compile_kernel, "compile_hopper", lambda dtype, d, tile, causal: (
-        254, 8 if tile == spilling else 0, 131072, 24, False))
+@pytest.mark.parametrize("spilling, held", [
+    ([(128, 64, 8, 3)], False),  # where a small tile would not
+    ([(128, 64, 8, 3), *compile_kernel.SMALLEST], True), ([(64, 64, 4, 3)], True)])
+def test_hopper_holds_where_a_launchers_tile_spills_only_if_all_do(
+        monkeypatch, capsys, spilling, held):
+    launch = SimpleNamespace(tile=(128, 64, 8, 3), source=lambda tile: tile)
+    monkeypatch.setattr(compile_kernel, "launches_of", lambda *_: {"dQ_kernel": launch})
+    monkeypatch.setattr(compile_kernel, "in_parallel", lambda title, rows_of, problems: [
+        row for problem in problems for row in rows_of(*problem)])
+    monkeypatch.setattr(compile_kernel, "HOPPER_TILES", {"dQ_kernel": [launch.tile]})
+    monkeypatch.setattr(hopper, "check_triton", lambda: None)
+    monkeypatch.setattr(hopper, "compile_hopper", lambda source, tile: (
+        254, 8 if tile in spilling else 0, 131072, 24, False))
     args = SimpleNamespace(head_dim=[128])
-    rows, held = compile_kernel.show_hopper(args, [torch.bfloat16])
-    assert not held and len(rows) == 2 * len(compile_kernel.HOPPER_TILES[2])
-    assert "131072 (56%)" in capsys.readouterr().out
-    spilling = "another"
-    assert compile_kernel.show_hopper(args, [torch.bfloat16])[1]
-
-
-# gpu_check.py, whose parts run anywhere
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_gpu_check_compares_with_the_backends_and_writes_csv_and_plot(tmp_path, capsys):
-    import gpu_check
-
-    gpu_check.IN_A_ROW, device = 1, torch.device("cpu")
-    cases = [gpu_check.Case(32, batch=1, heads=2, d=64, dtype=torch.bfloat16, causal=causal)
-             for causal in (False, True)]
-    rows = [row for case in cases for row in gpu_check.compare_backends(case, device)]
-    gpu_check.print_speed(rows)
-    gpu_check.write_speed(tmp_path, rows, "this CPU")
-    out = capsys.readouterr().out
-    ran = {row.name for row in rows if row.seconds}
-    assert {"triton", "FLASH_ATTENTION", "MATH"} <= ran and "CUDNN_ATTENTION: " in out
-    lines = (tmp_path / "speed.csv").read_text().splitlines()
-    assert len(lines) == 1 + len(rows) == 11 and lines[0].startswith("name,d,causal,N,batch")
-    assert (tmp_path / "speed.png").stat().st_size > 1000
-    [flash] = [row for row in rows if row.name == "FLASH_ATTENTION" and not row.causal]
-    assert flash.tflops == pytest.approx(4 * 2 * 32 * 32 * 64 / flash.seconds / 1e12)
-    tiles = gpu_check.compare_tiles(cases[0], device)
-    assert dict(tiles)[64, 64, 4, 1] == 1 and len(tiles) > 4
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_gpu_check_verifies_other_strides_too_and_a_wrong_kernel_fails(monkeypatch):
-    import gpu_check
-
-    case = gpu_check.Case(20, d=64, dtype=torch.float32, causal=True)
-    assert [row.passed for row in gpu_check.verify(case, torch.device("cpu"))] == [True, True]
-    monkeypatch.setattr(gpu_check, "flash_attention_triton", lambda Q, K, V, causal: V * 0)
-    assert [row.passed for row in gpu_check.verify(case, torch.device("cpu"))] == [False, False]
-
-
-def test_gpu_check_says_where_the_kernel_is_slower_than_the_lesson_asks(capsys):
-    import gpu_check
-
-    def row(name, d, N, times):
-        return SimpleNamespace(name=name, d=d, N=N, causal=False, ratio_to_triton=times)
-
-    gpu_check.print_held([row("FLASH_ATTENTION", 64, 2048, 1.01), row("MATH", 128, 8192, 1.2),
-                          row("CUDNN_ATTENTION", 128, 8192, 1.1), row("MATH", 64, 8192, 3),
-                          row("FLASH_ATTENTION", 64, 1024, 2), row("triton", 128, 8192, 1)])
-    assert len(capsys.readouterr().out.splitlines()) == 2
-
-
-def test_gpu_check_without_a_gpu_is_one_line_and_exit_2():
-    done = subprocess.run([sys.executable, FOLDER / "gpu_check.py", "--device", "cpu"], text=True,
-                          capture_output=True)
-    assert done.returncode == 2 and "needs a CUDA GPU" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    _, found = compile_kernel.show_hopper(args, [("dQ_kernel", torch.bfloat16, 128, "full")])
+    assert found == held and "131072 (56%)" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import json
 import sys
 import warnings
+from types import SimpleNamespace
 
 import mini_gpt
 import pytest
@@ -28,6 +29,14 @@ def test_both_attentions_learn_alike_and_the_loss_falls():
     assert standard.max_diff == 0 and 0 < flash.max_diff < 1e-4 and flash.passed
     assert flash.steps == len(flash.losses) == 30
     assert sum(flash.losses[-5:]) / 5 < flash.losses[0] - 0.5
+
+
+def test_the_triton_kernels_train_it_as_standard_attention_does(interpreted):
+    pytest.importorskip("triton")
+    training = Training(TEXT, {**SMALL, "n_layer": 1}, ("standard", "triton"), batch=2)
+    train(training, 4)
+    standard, kernels = compare(training, {"standard": 1, "triton": 1})
+    assert 0 < kernels.max_diff < 1e-5 and kernels.losses[-1] < kernels.losses[0] - 0.05
 
 
 def test_curves_that_part_do_not_pass():
@@ -105,9 +114,12 @@ def test_with_the_cache_one_letter_is_read_a_step():
         (["--text", "no/such/file"], "No such file"),
         (["--embd", "100000", "--heads", "1"], "no room in memory"),
         (["--seq-len", "10000", "--batch", "64"], "a step with standard attention needs"),
+        (["--attention", "triton"], "attention triton on cpu: no Triton here"),
     ],
 )
 def test_what_can_not_be_served_ends_with_one_line_and_2(monkeypatch, capsys, options, words):
+    kernels = SimpleNamespace(unserved=lambda device: "no Triton here")
+    monkeypatch.setitem(sys.modules, "flash_triton", kernels)
     monkeypatch.setattr(sys, "argv", ["mini_gpt.py", *SMALL_RUN, *options])
     with pytest.raises(SystemExit) as ended:
         cli.serve(mini_gpt.main)
