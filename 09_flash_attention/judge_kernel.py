@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import signal
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from os.path import dirname, realpath
@@ -24,84 +25,119 @@ from lab import lesson
 from common import cli
 from common.report import console, logarithmic, plotted, print_table, progress
 from lab.cases import dtype_name
-from lab.kernel_worker import KERNELS, JudgeRow, RepeatRow, work
+from lab.kernel_worker import FIRST, KERNELS, NO_GRADIENT, JudgeRow, RepeatRow, work
 from lab.matrix import problems
 from lab.wrong_formulas import UNNAMED
 
 import torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PATIENCE = 120  # seconds for one call
+# Seconds. A call takes less than one; what is left is for kernels that compile as they are loaded,
+# and some of them for each shape.
+LOADING, PATIENCE, WHOLE = 120, 20, 600
+UNJUDGED = "refused", "no gradients", "left out"
+ENOUGH = 3  # deaths of one group
 COLOURS = {"pass": "tab:green", "FAIL": "tab:red", "raised": "tab:orange", "died": "black",
-           "refused": "lightgrey"}
+           "refused": "lightgrey", "no gradients": "lightblue", "left out": "gold"}
 
 
 class Died(Exception):
     """The kernel's process ended, or gave no answer; the message says how."""
 
 
+class Over(Died):
+    """The time for the whole run is over."""
+
+
 class Worker:
     """The kernel's process: started where it is needed, and anew where it has died."""
 
     def __init__(self, *arguments):
-        self.arguments, self.process = arguments, None
+        self.arguments, self.process, self.deaths = arguments, None, Counter()
+        self.until = time.monotonic() + WHOLE
 
     def __enter__(self):
-        self.start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, *_):
         if self.process:
-            self.pipe.close()  # it ends by itself
-            self.process.join(5)
-            self.process.kill()
+            if kind is None:  # it ends by itself, and in order, once the pipe is closed
+                self.pipe.close()
+                self.process.join(5)
+            self.stop()
+
+    def stop(self):
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+        self.process = None
+
+    def begin(self):
+        """Raises Refused where the kernel can't be loaded or its first output has a wrong shape."""
+        when = "as it loaded"
+        try:
+            refused = self.start()
+            if not refused:
+                when = f"in its first call, q, k and v of {FIRST.case.shape}"
+                refused = self.ask("first", None, patience=LOADING)
+        except Died as fault:
+            raise cli.Refused(f"the kernel's process {fault} {when}") from fault
+        if refused:
+            raise refused
 
     def start(self):
-        """Raises Refused where the kernel can't be loaded or its first output has a wrong shape."""
+        """Return None, or the Refused that says why the kernel can't be loaded. Raises Died."""
         context = multiprocessing.get_context("spawn")  # a card's runtime does not survive a fork
         self.pipe, its_end = context.Pipe()
         self.process = context.Process(target=work, args=(its_end, *self.arguments))
         self.process.start()
         its_end.close()
-        try:
-            refused = self.answer()
-        except Died as fault:
-            raise cli.Refused(f"the kernel's process {fault} as it loaded") from fault
-        if refused:
-            raise refused
+        return self.answer(LOADING)
 
-    def ask(self, *question):
+    def ask(self, *question, patience=None):
         """Return the answer of kernel_worker.py's `work`. Raises Died."""
-        if self.process is None:
-            self.start()
+        if time.monotonic() > self.until:
+            raise Over(f"{WHOLE // 60} minutes are over")
+        refused = self.start() if self.process is None else None
+        if refused:
+            self.stop()
+            raise Died(f"could not be started again: {refused}")
         try:
             self.pipe.send(question)
         except OSError:  # it has died: the answer says how
             pass
-        return self.answer()
+        return self.answer(patience or PATIENCE)
 
-    def answer(self):
-        try:
-            if self.pipe.poll(PATIENCE):
-                return self.pipe.recv()
-            how = f"gave no answer in {PATIENCE} s"
+    def answer(self, patience):
+        until, how = time.monotonic() + patience, ""
+        try:  # a child of the kernel's may hold the pipe open when the process has ended
+            while not how and (self.process.is_alive() or self.pipe.poll()):
+                if self.pipe.poll(0.2):
+                    return self.pipe.recv()
+                if time.monotonic() > until:
+                    how = f"gave no answer in {patience} s"
         except (EOFError, OSError):
+            pass
+        if not how:
             self.process.join()
             code = self.process.exitcode
             how = (f"was killed by {signal.Signals(-code).name}" if code < 0
                    else f"ended with status {code}")
-        self.process.kill()
-        self.process = None
+        self.stop()
         raise Died(how)
 
     def judge(self, problem, names=None):
         """Return the JudgeRow of a problem. names: the wrong formulas to look at, None for all."""
+        if self.deaths[problem.group] == ENOUGH:
+            return JudgeRow.of(problem, "left out", what=f"the rest of {problem.group!r}, {ENOUGH} "
+                               "calls of which ended the process")
         try:
             return self.ask("judge", problem, names)
+        except Over as fault:
+            return JudgeRow.of(problem, "left out", what=str(fault))
         except Died as fault:
-            case = problem.case
-            return JudgeRow(problem.group, problem.text, problem.dtype, case.Nq,
-                            case.Nk or case.Nq, "died", what=f"the process {fault}")
+            self.deaths[problem.group] += 1
+            return JudgeRow.of(problem, "died", what=f"the process {fault}")
 
     def repeats(self, dtype):
         try:
@@ -110,11 +146,18 @@ class Worker:
             return [RepeatRow("the process lives", dtype_name(dtype), str(fault))]
 
     def smallest(self, problem, name):
-        """Return the smallest problem that shows the fault `name`, as far as it was sought."""
+        """Return a small problem that shows the fault `name`."""
         try:
             return self.ask("shrink", problem, name)
         except Died:
             return problem
+
+
+def without_gradients(rows):
+    """Return the rows; of a kernel that never has a gradient that is told, and no fault."""
+    judged = {r.what for r in rows if r.group == "gradients" and r.result in ("pass", "FAIL")}
+    return [replace(row, result="no gradients")
+            if judged == {NO_GRADIENT} and row.what == NO_GRADIENT else row for row in rows]
 
 
 def named_alike(worker, matrix, rows):
@@ -141,13 +184,13 @@ def with_smallest(worker, matrix, rows, alike):
     `rows` names so: from the others a smaller input would show another name.
     """
     found = {}
-    for what in dict.fromkeys(row.what for row in alike if row.failed):
+    for what in dict.fromkeys(row.what for row in alike if row.wrong):
         some = [(problem, row) for problem, row in zip(matrix, rows)
-                if row.failed and row.what == what]
+                if row.wrong and row.what == what]
         problem, row = min(some, key=lambda one: (
             one[0].text.count(","), sum(map(math.prod, one[0].case.shapes))))
         found[what] = (worker.smallest(problem, what) if row.result == "FAIL" else problem).text
-    return [replace(row, smallest=found[row.what]) if row.failed else row for row in alike]
+    return [replace(row, smallest=found[row.what]) if row.wrong else row for row in alike]
 
 
 # The report
@@ -159,19 +202,19 @@ def show(kernel, rows):
 
     def cell(group, dtype):
         counts = Counter(r.result for r in rows if (r.group, r.dtype) == (group, dtype))
-        judged = counts.total() - counts["refused"]
-        refused = f"{counts['refused']} refused" if counts["refused"] else ""
-        return ", ".join(filter(None, (f"{counts['pass']} of {judged}" * bool(judged), refused)))
+        others = [f"{counts[result]} {result}" for result in UNJUDGED if counts[result]]
+        judged = counts.total() - sum(counts[result] for result in UNJUDGED)
+        return ", ".join([f"{counts['pass']} of {judged}"] * bool(judged) + others)
 
     print_table(f"Judge: {kernel}, calls that pass", ["calls", *dtypes],
                 [(group, *(cell(group, dtype) for dtype in dtypes))
                  for group in dict.fromkeys(r.group for r in rows)])
-    wrong = [r for r in rows if r.failed]
+    wrong = [r for r in rows if r.wrong]
     console.print(
         "\nis_causal means what it means for SDPA: query i sees the keys up to i, upper-left. The "
         "lower-right corner and windows come as masks. A row that sees no key has to be 0.")
-    for what in dict.fromkeys(r.what for r in rows if r.result == "refused"):
-        console.print(f"\nrefused: {what}")
+    for result, what in dict.fromkeys((r.result, r.what) for r in rows if r.result in UNJUDGED):
+        console.print(f"\n{result}: {what}")
     if wrong:
         print_table(
             "What it is instead", ["fault", "in detail", "calls", "error", "allowed", "dtypes",
@@ -245,11 +288,13 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the worker would live on
     matrix = [problem for dtype in dtypes for problem in problems(dtype, args.quick)]
     with Worker(args.kernel, str(device), args.seed) as worker:
+        worker.begin()
         rows = []
         with progress("judge", len(matrix)) as advance:
             for problem in matrix:
                 rows.append(worker.judge(problem))
                 advance()
+        rows = without_gradients(rows)
         rows = with_smallest(worker, matrix, rows, named_alike(worker, matrix, rows))
         repeated = [row for dtype in dtypes for row in worker.repeats(dtype)]
     if all(row.result == "refused" for row in rows):

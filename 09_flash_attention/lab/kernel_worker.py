@@ -3,9 +3,11 @@
 import functools
 import importlib.util
 import inspect
+import math
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
@@ -16,21 +18,25 @@ from common.cli import Refused
 from common.device import choose, synchronize
 from lab.bench import reason
 from lab.cases import Case, dtype_name
-from lab.judge import judge
-from lab.matrix import Call, Problem
-from lab.wrong_formulas import UNNAMED, explain
+from lab.judge import judge, largest
+from lab.matrix import Call, Problem, company
+from lab.wrong_formulas import (
+    UNNAMED, coarse, letters, not_finite, unwritten, wrong_calls, wrong_gradients)
 
 PLACE = Path(__file__).resolve().parents[1] / "kernels"
 KERNELS = {"fused": "sdpa.py:fused", "math": "sdpa.py:math", "flash": "ours.py:flash",
            "standard": "ours.py:standard", "triton": "ours.py:triton",
            "npu": "npu_fusion.py:attention"}
+FIRST = Problem("first call", Case(64, heads=1))
+MOST, SEEKING = 2**18, 10  # scores, seconds
+NO_GRADIENT = "the output has no gradient"
 
 
 @dataclass
 class JudgeRow:
-    """One problem. result: pass, FAIL, raised, died or refused. error: the largest
-    |found - float64|, of the gradient that is furthest off where there are three; allowed: what
-    judge.py allows; what, detail: the wrong formula, or why there is no output; smallest: the
+    """One problem. result: pass, FAIL, raised, died, refused, left out or no gradients. error: the
+    largest |found - float64|, of the gradient that is furthest off where there are three; allowed:
+    what judge.py allows; what, detail: the wrong formula, or why there is no output; smallest: the
     smallest input that shows it.
     """
 
@@ -47,10 +53,20 @@ class JudgeRow:
     detail: str = ""
     smallest: str = ""
 
+    @staticmethod
+    def of(problem, result="pass", **more):
+        case = problem.case
+        return JudgeRow(problem.group, problem.text, problem.dtype, case.Nq, case.Nk or case.Nq,
+                        result, **more)
+
+    @property
+    def wrong(self):
+        return self.result in ("FAIL", "raised", "died")
+
     @property
     def failed(self):
-        """What lesson.finish asks."""
-        return self.result in ("FAIL", "raised", "died")
+        """What lesson.finish asks: a kernel of which calls are left out isn't known to be right."""
+        return self.wrong or self.result == "left out"
 
 
 @dataclass
@@ -68,19 +84,25 @@ def load(kernel):
     """Return the function that FILE.py:FUNCTION names. Raises Refused where there is none."""
     path, _, name = KERNELS.get(kernel, kernel).rpartition(":")
     place = PLACE / path if kernel in KERNELS else Path(path)
-    if not (path.endswith(".py") and name.isidentifier() and place.is_file()):
+    if not (path.endswith(".py") and name.isidentifier()):
         raise Refused(f"argument --kernel: {', '.join(KERNELS)} or FILE.py:FUNCTION is taken, "
                       f"got {kernel!r}")
+    try:
+        place.open("rb").close()
+    except OSError as fault:
+        raise Refused(f"argument --kernel: {path}: {fault.strerror}") from fault
     sys.path.insert(0, str(place.parent))
     spec = importlib.util.spec_from_file_location(f"kernel_{place.stem}", place)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BaseException as fault:  # SystemExit of a script as well
-        raise Refused(f"{path} can't be imported: {reason(fault)}") from fault
-    function = getattr(module, name, None)
-    if not callable(function):
+        raise Refused(f"{path} can't be imported: {said(fault)}") from fault
+    if not hasattr(module, name):
         raise Refused(f"{path} has no function {name!r}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise Refused(f"{name} of {path} is no function: it is of type {type(function).__name__}")
     try:
         inspect.signature(function).bind(*"qkv", attn_mask=None, is_causal=False, scale=None,
                                          enable_gqa=False)
@@ -92,94 +114,183 @@ def load(kernel):
     return function
 
 
-def probe(function, device):
-    """Raise Refused where a plain call gives no tensor of the right shape, or is refused."""
-    q, k, v, _, _ = Problem("probe", Case(64, heads=1)).inputs(device, 0)
+def said(fault):
+    return reason(fault).removesuffix(":")  # a fault without a text leaves its type
+
+
+def first_call(function, _, device, seed):
+    """Return the Refused of a plain call that gives no tensor of the right shape; else None."""
+    q, k, v, _, _ = FIRST.inputs(device, seed)
     try:
         found = function(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False)
-    except (Refused, ImportError):
-        raise
-    except Exception:  # its row will say so
-        return
-    said = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__
-    if said != tuple(q.shape):
-        raise Refused(f"the kernel must return a tensor of shape {tuple(q.shape)} for q, k and "
-                      f"v of that shape, got {said}")
+    except (Refused, ImportError) as fault:
+        return Refused(str(fault))
+    except BaseException:  # its row will say so
+        return None
+    if told(found) == told(q):
+        return None
+    return Refused(f"the kernel must return a tensor of shape {told(q)} for q, k and v of that "
+                   f"shape, got {told(found)}")
 
 
 def attend(function, problem, q, k, v, dO, mask):
-    """Return [O], or [dQ, dK, dV]; NotImplementedError where O has no gradient."""
+    """Return [O], or [dQ, dK, dV], of which those are None that there are not."""
     options = {"attn_mask": mask, "is_causal": problem.is_causal, "scale": problem.scale,
                "enable_gqa": q.shape[1] != k.shape[1]}
-    if not problem.gradients:
-        with torch.no_grad():
+    with torch.set_grad_enabled(problem.gradients):
+        if not problem.gradients:
             return [function(q, k, v, **options)]
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    O = function(*leaves, **options)
-    if not O.requires_grad:
-        raise NotImplementedError("the output has no gradient")
-    return list(torch.autograd.grad(O, leaves, dO))
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        O = function(*leaves, **options)
+        if not torch.is_tensor(O):
+            return [O]
+        if not O.requires_grad:
+            return [None] * 3
+        return list(torch.autograd.grad(O, leaves, dO, allow_unused=True))
+
+
+def called(function, problem, inputs, device):
+    """Return what `attend` returns, and the fields of the row where that raises."""
+    try:
+        found = attend(function, problem, *inputs)
+        synchronize(device)
+        return found, {}
+    except NotImplementedError as fault:
+        return None, {"result": "refused", "what": " ".join(str(fault).split()) or said(fault)}
+    except BaseException as fault:
+        return None, {"result": "raised", "what": type(fault).__name__, "detail": said(fault)}
 
 
 def judge_problem(function, problem, device, seed, names=None):
     """Return the JudgeRow of one problem. names: the wrong formulas to look at, None for all."""
-    row = JudgeRow(problem.group, problem.text, problem.dtype, problem.case.Nq,
-                   problem.case.Nk or problem.case.Nq, "pass")
-    inputs = q, k, v, dO, mask = problem.inputs(device, seed)
+    row = JudgeRow.of(problem)
+    inputs = problem.inputs(device, seed)
     call = Call.of(problem, *inputs)
-    try:
-        found = attend(function, problem, *inputs)
-        synchronize(device)
-    except NotImplementedError as fault:
-        return replace(row, result="refused", what=" ".join(str(fault).split()))
-    except Exception as fault:
-        return replace(row, result="raised", what=type(fault).__name__, detail=reason(fault))
+    found, fault = called(function, problem, inputs, device)
+    if fault:
+        return replace(row, **fault)
     right = call.gradients() if problem.gradients else [call.output()]
-    wanted = [(tuple(x.shape), q.dtype) for x, _ in right]
-    given = [(tuple(x.shape), x.dtype) if torch.is_tensor(x) else type(x) for x in found]
-    if given != wanted:
-        return replace(row, result="FAIL", what="wrong shape or dtype",
-                       detail=f"{given[0]} for {wanted[0]}")
-    factor, error_standard = 3 if problem.gradients else 2, 0.0
+    what, detail = malformed(found, right, inputs[0]) or overwritten(call, inputs) or ("", "")
+    if what:
+        return replace(row, result="FAIL", what=what, detail=detail)
+    factor, limits, error_standard = 3 if problem.gradients else 2, [], 0.0
     for x, s, (reference, floor) in zip(found, attend(load("standard"), problem, *inputs), right):
         _, error, e, passed = judge(x, s, reference, floor, factor)
         error_standard = max(error_standard, e)
-        allowed = factor * e + floor
-        if row.error is None or not error * row.allowed <= row.error * allowed:
-            row = replace(row, error=error, error_standard=e, allowed=allowed)
+        limits.append(factor * e + floor)
+        if row.error is None or not error * row.allowed <= row.error * limits[-1]:
+            row = replace(row, error=error, error_standard=e, allowed=limits[-1])
         if not passed:
             row = replace(row, result="FAIL")
-    again = Call.of(problem, *inputs)
-    if any(a is not None and not a.equal(b) for a, b in zip(call.inputs, again.inputs)):
-        return replace(row, result="FAIL", what="the inputs are overwritten")
     if row.failed:
-        found, answers = ([x.detach().cpu().double() for x in some]
-                          for some in (found, [x for x, _ in right]))
-        name, detail = explain(problem, call, found, answers, error_standard, inputs[:4], names)
-        row = replace(row, what=name, detail=detail or where(
-            found[0], answers[0], row.allowed) * (name in UNNAMED))
+        found = [wide(x) for x in found]
+        again, fault = called(function, problem, inputs, device)
+        answers = [x for x, _ in right]
+        changing = "the second raises" if fault else changes(found, again, row)
+        what, detail = (unwritten(found, answers, limits) or (
+            "different output at each call", changing)) if changing else explain(
+                problem, call, found, answers, limits, error_standard, inputs[:4], names)
+        detail = detail or where(found, answers, limits) * (what in UNNAMED)
+        row = replace(row, what=what, detail=detail)
     return row
 
 
-def where(found, right, allowed):
-    """Say in which batches, heads and rows the output is wrong."""
-    bad = ~((found - right).abs() <= allowed)
+def wide(x):
+    """Return a copy: a kernel may give the same memory at each call."""
+    return x.detach().cpu().double().clone()
+
+
+def malformed(found, right, q):
+    """Return (name, detail) where what a kernel gives can't be compared with what is right."""
+    missing = [name for name, x in zip(letters(right), found) if x is None and right[1:]]
+    if missing:
+        return NO_GRADIENT if len(missing) == 3 else f"no gradient: {', '.join(missing)}", ""
+    for x, (y, _) in zip(found, right):
+        pairs = [(told(x), told(y)), *(
+            (dtype_name(getattr(x, name)), dtype_name(getattr(q, name)))
+            for name in ("dtype", "device", "layout") if torch.is_tensor(x))]
+        unlike = ", ".join(f"{a} in place of {b}" for a, b in pairs if a != b)
+        if unlike:
+            return "wrong shape or dtype", unlike
+    return None
+
+
+def told(x):
+    """Return the shape of a tensor, the type of what is none."""
+    if torch.is_tensor(x):
+        return "x".join(map(str, x.shape)) or "a single number"
+    return "None" if x is None else f"a {type(x).__name__}"
+
+
+def overwritten(call, inputs):
+    before = {"q": call.q, "k": call.k, "v": call.v, "dO": call.dO, "attn_mask": call.mask}
+    for (name, was), x in zip(before.items(), inputs):
+        if x is not None and not torch.equal(was, x.cpu().to(was.dtype)):
+            return "the inputs are overwritten", name
+    return None
+
+
+def changes(found, again, row):
+    """Say how far two calls on the same input are apart, '' where that is no more than is allowed,
+    and small beside the error: the order of a sum may change by chance, and is not what is wrong.
+    """
+    again = [wide(x) for x in again]
+    if not all(x.isfinite().equal(y.isfinite()) for x, y in zip(found, again)):
+        return "NaN or inf in other places"
+    apart = max(largest((x - y).nan_to_num(0, 0, 0)) for x, y in zip(found, again))
+    finite = row.error < math.inf  # not where it is NaN
+    return f"by {apart:.1e}" * (apart > (min(row.error / 4, row.allowed) if finite else 0))
+
+
+def explain(problem, call, found, right, limits, error_standard, raw, names=None):
+    """Return (name, detail) of the wrong formula that `found` agrees with; of UNNAMED where none.
+
+    found, right: [O] or the three gradients, in float64; limits: how wrong each may be. raw: q, k,
+    v and dO as the kernel got them. names: the formulas to look at, all of them where it is None.
+    The first formula that fits gives the fault its name, so the more general ones stand first.
+    An output agrees as judge.py says of a right one; to be told from the right one, the formula
+    has to lie at least 4 times as far from it.
+    """
+    if not all(x.isfinite().all() for x in found):
+        return not_finite(problem, call, found, right, limits)
+    if names is None and call.q[..., 0].numel() * call.k.shape[-2] > MOST:
+        return UNNAMED[1], ""
+    for name, detail, wrong in (wrong_gradients if problem.gradients else wrong_calls)(call, raw):
+        if names is not None and name not in names:
+            continue
+        answers, floors = wrong if problem.gradients else ([part] for part in wrong.output())
+        fits = all(x.shape == y.shape and largest(x - y) <= 2 * (error_standard + limit)
+                   for x, y, limit in zip(found, answers, floors))
+        if fits and any(largest(y - z) > 4 * largest(x - y) and largest(y - z) > 0
+                        for x, y, z in zip(found, answers, right)):
+            return name, detail
+    small = all(largest(x - y) <= 0.1 * largest(y) for x, y in zip(found, right))
+    return unwritten(found, right, limits) or (
+        coarse(call, found[0], right[0]) if small and not problem.gradients else (UNNAMED[0], ""))
+
+
+def where(found, right, limits):
+    """Say in which batches, heads and rows the output, or which gradient, is wrong."""
     said = []
-    for name, dim in (("batch", 0), ("head", 1), ("row", 2), ("column", 3)):
-        others = [d for d in range(4) if d != dim]
-        at = bad.sum(others).nonzero().flatten().tolist()
-        if at and len(at) < bad.shape[dim]:
-            said.append(f"{name} {at[0]}" + f" to {at[-1]}" * (len(at) > 1))
-    return ", ".join(said) or "everywhere"
+    for letter, x, y, limit in zip(letters(found), found, right, limits):
+        bad, places = ~((x - y).abs() <= limit), []
+        for name, dim in (("batch", 0), ("head", 1), ("row", 2), ("column", 3)):
+            at = bad.sum([d for d in range(4) if d != dim]).nonzero().flatten().tolist()
+            if at and len(at) < bad.shape[dim]:
+                places.append(f"{name} {at[0]}" + f" to {at[-1]}" * (len(at) > 1))
+        if bad.any():
+            said.append(f"{letter}: " * (len(found) > 1) + (", ".join(places) or "everywhere"))
+    return "; ".join(said)
 
 
 def shrink(function, problem, device, seed, name):
-    """Return the smallest problem that still gives this name, by steps that halve in each size."""
+    """Return the smallest problem of this name, by steps that halve in each size, in SEEKING s."""
+    until = time.monotonic() + SEEKING
     for field in ("batch", "heads", "Nq", "Nk", "d") * 2:
         step = getattr(problem.case, field)
         if step is None or field == "heads" and problem.case.kv_heads:
             continue
-        while step > 1:
+        while step > 1 and time.monotonic() < until:
             step = (step + 1) // 2
             size = max(1, getattr(problem.case, field) - step)
             smaller = replace(problem, case=replace(problem.case, **{field: size}))
@@ -191,56 +302,47 @@ def shrink(function, problem, device, seed, name):
 
 def repeats(function, dtype, device, seed):
     """Return the RepeatRows: the same rows computed twice, alone and in company."""
-    q, k, v, _, _ = Problem("", Case(40, 4, 2, Nk=700, dtype=dtype)).inputs(device, seed)
-    longer = Problem("", Case(40, 4, 2, Nk=1100, dtype=dtype)).inputs(device, seed + 1)
-    k_long, v_long = (torch.cat((a, b[:, :, 700:]), 2) for a, b in zip((k, v), longer[1:3]))
-    hidden = (torch.arange(1100) < 700).expand(40, 1100).to(device)
-    k_nan, v_nan = (torch.cat((x, torch.full_like(x, torch.nan)), 2) for x in (k, v))
-    nan = (torch.arange(1400) < 700).expand(40, 1400).to(device)
+    return [repeated(function, name, dtype, *pair)
+            for name, pair in company(dtype, device, seed).items()]
 
+
+def repeated(function, name, dtype, inputs, others, shared):
     def run(q, k, v, mask=None):
         with torch.no_grad():
-            return function(q, k, v, attn_mask=mask, is_causal=False, scale=None, enable_gqa=False)
+            return wide(function(q, k, v, attn_mask=mask, is_causal=False, scale=None,
+                                 enable_gqa=False))
 
-    pairs = {
-        "the same call twice": lambda: (run(q, k, v), run(q, k, v)),
-        "a batch entry alone": lambda: (run(q, k, v)[:1], run(q[:1], k[:1], v[:1])),
-        "a query row alone": lambda: (run(q, k, v)[:, :, 7:8], run(q[:, :, 7:8], k, v)),
-        "a longer cache, its rest masked": lambda: (
-            run(q, k, v), run(q, k_long, v_long, hidden)),
-        "a longer cache of NaN, masked": lambda: (run(q, k, v), run(q, k_nan, v_nan, nan)),
-    }
-    return [repeated(name, pair, dtype) for name, pair in pairs.items()]
-
-
-def repeated(name, pair, dtype):
     row = RepeatRow(name, dtype_name(dtype), "no")
     try:
-        a, b = (x.cpu() for x in pair())
+        a, b = run(*inputs)[shared], run(*others)
     except NotImplementedError:
         return replace(row, result="refused")
-    except Exception as fault:
-        return replace(row, result=reason(fault))
-    difference = (a.double() - b.double()).abs().max().item()
-    return replace(row, result="yes" if torch.equal(a, b) else "no", difference=difference)
+    except BaseException as fault:
+        return replace(row, result=said(fault))
+    return replace(row, result="yes" if torch.equal(a, b) else "no", difference=largest(a - b))
 
 
 def work(pipe, kernel, device, seed):
-    """Answer the questions that come through the pipe, a (what, ...) each, until it closes."""
+    """Load the kernel and send None, or why it can't be; then answer the questions that come
+    through the pipe, a (what, subject, ...) each, until it closes.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this
     os.dup2(2, 1)  # what a kernel prints stays out of --json -
-    answers = {"judge": judge_problem, "shrink": shrink, "repeat": repeats}
+    answers = {"first": first_call, "judge": judge_problem, "shrink": shrink, "repeat": repeats}
+    own = os.getpid()
     try:
         device = choose(device)
         function = load(kernel)
-        probe(function, device)
         pipe.send(None)
     except Exception as fault:
-        pipe.send(Refused(reason(fault) if not isinstance(fault, Refused) else str(fault)))
+        pipe.send(Refused(said(fault) if not isinstance(fault, Refused) else str(fault)))
         return
     while True:
         try:
             what, subject, *more = pipe.recv()
         except EOFError:
             return
-        pipe.send(answers[what](function, subject, device, seed, *more))
+        answer = answers[what](function, subject, device, seed, *more)
+        if os.getpid() != own:  # a kernel that forks may let its child come back
+            os._exit(0)
+        pipe.send(answer)

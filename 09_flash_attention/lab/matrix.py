@@ -39,7 +39,8 @@ class Problem:
     def text(self):
         """The problem without its dtype, in a table's cell."""
         parts = [self.case.shape, "is_causal" * self.is_causal, " ".join(map(str, self.mask or ())),
-                 f"scale {self.scale}" if self.scale is not None else "", self.layout, self.values]
+                 f"scale {self.scale}" if self.scale is not None else "", self.layout, self.values,
+                 "gradients" * self.gradients]
         return ", ".join(part for part in parts if part)
 
     @property
@@ -174,10 +175,6 @@ class Call:
         mask = mask if mask is None else mask.cpu().clone()  # a kernel may write into it
         return Call(q, k, v, dO, mask, problem.is_causal, scale, kv_head, problem.case.dtype)
 
-    @property
-    def inputs(self):
-        return self.q, self.k, self.v, self.mask
-
     def change(self, **fields):
         return replace(self, **fields)
 
@@ -224,6 +221,23 @@ class Call:
 
 
 # The matrix
+
+
+def company(dtype, device, seed):
+    """Return {what is alike: (inputs, other inputs, which rows of the first output they share)}, of
+    40 queries and 700 keys; inputs: (q, k, v) or (q, k, v, mask).
+    """
+    q, k, v, _, _ = Problem("", Case(40, 4, 2, Nk=700, dtype=dtype)).inputs(device, seed)
+    longer = Problem("", Case(40, 4, 2, Nk=1100, dtype=dtype)).inputs(device, seed + 1)[1:3]
+    longer = [torch.cat((a, b[:, :, 700:]), 2) for a, b in zip((k, v), longer)]
+    nan = [torch.cat((x, torch.full_like(x, torch.nan)), 2) for x in (k, v)]
+    hidden, hidden_nan = ((torch.arange(Nk) < 700).expand(40, Nk).to(device) for Nk in (1100, 1400))
+    return {
+        "the same call twice": ((q, k, v), (q, k, v), ...),
+        "a batch entry alone": ((q, k, v), (q[:1], k[:1], v[:1]), slice(1)),
+        "a query row alone": ((q, k, v), (q[:, :, 7:8], k, v), (..., slice(7, 8), slice(None))),
+        "a longer cache, its rest masked": ((q, k, v), (q, *longer, hidden), ...),
+        "a longer cache of NaN, masked": ((q, k, v), (q, *nan, hidden_nan), ...)}
 
 
 def problems(dtype, quick=False):
@@ -290,6 +304,10 @@ def masked(C, quick):
 def scored(C, quick):
     for mask, scale in ((None, 1.0), (None, 0.05), (("float", "QK"), 0.5), (("bool", "QK"), 0.5)):
         yield Problem("scale", C(65), mask=mask, scale=scale)
+    for scale in (-0.5, 0.0):  # the largest score is the smallest product; -inf * 0 is NaN
+        for options in ({}, {"is_causal": True}, {"mask": ("bool", "QK")}):
+            yield Problem("scale", C(65), scale=scale, **options)
+    yield Problem("scores", C(65, d=64), scale=-0.125, values="large scores")
     for N in (65, 300):
         for values in (*LARGE, "rising scores"):
             for is_causal in (False, True):

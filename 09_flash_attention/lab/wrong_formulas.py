@@ -1,7 +1,7 @@
 """What a wrong kernel computes instead: formulas that the output of one is compared with.
 
-Each is a `Call` with something changed, or its gradients with a step left out. The first that fits
-gives the fault its name, so what is more special stands behind what is more general.
+Each is a `Call` with something changed, or its gradients with a step left out. Behind the formulas
+stand the faults that are known by where NaN or the wrong rows are, or by the size of the error.
 """
 
 import math
@@ -13,48 +13,7 @@ from lab.matrix import LARGE, NAN_BESIDE
 
 TILES = (256, 128, 64, 32, 16)
 UNNAMED = "none of the formulas", "more scores than are looked at"
-MOST = 2**18  # scores
 EDGES = (16, 32, 64, 128, 256, 512, 1024)
-
-
-def explain(problem, call, found, right, error_standard, raw, names=None):
-    """Return (name, detail) of the wrong formula that `found` agrees with; of UNNAMED where none.
-
-    found, right: [O] or the three gradients, in float64. raw: q, k, v and dO as the kernel got
-    them. names: the formulas to look at, all of them where it is None.
-    An output agrees as judge.py says of a right one; to be told from the right one, the formula
-    has to lie at least 4 times as far from it.
-    """
-    bad = torch.cat([(~x.isfinite()).flatten() for x in found])
-    if bad.any():
-        return not_finite(problem, call, found, bad)
-    if names is None and call.q[..., 0].numel() * call.k.shape[-2] > MOST:
-        return UNNAMED[1], ""
-    for name, detail, wrong in (wrong_gradients if problem.gradients else wrong_calls)(call, raw):
-        if names is not None and name not in names:
-            continue
-        answers, floors = wrong if problem.gradients else ([part] for part in wrong.output())
-        fits = all(x.shape == y.shape and largest(x - y) <= 2 * (error_standard + limit)
-                   for x, y, limit in zip(found, answers, floors))
-        if fits and any(largest(y - z) > 4 * largest(x - y) and largest(y - z) > 0
-                        for x, y, z in zip(found, answers, right)):
-            return name, detail
-    return (UNNAMED[0], "") if problem.gradients else coarse(call, found[0], right[0])
-
-
-def not_finite(problem, call, found, bad):
-    blind = (call.bias == -torch.inf).all(-1)  # [..., Nq]
-    if len(found) == 1 and blind.any():
-        rows = (~found[0].isfinite()).any(-1)
-        if rows.equal(blind.expand(rows.shape)):
-            return "NaN in rows that see no key", ""
-    if blind.any():
-        return "NaN from rows that see no key", "beyond these rows"
-    if problem.layout in NAN_BESIDE:
-        return "memory beside the tensors is read", problem.layout
-    if problem.values in LARGE:
-        return "scores overflow", "no maximum is subtracted, or they are half"
-    return "NaN or inf", f"{bad.float().mean().item():.0%} of the output"
 
 
 def wrong_calls(call, raw):
@@ -141,7 +100,8 @@ def wrong_corners(call):
 def wrong_scales(call):
     d, dv, scale = call.q.shape[-1], call.v.shape[-1], call.scale
     for name, wrong in (("scale missing", 1.0), ("scale applied twice", scale**2),
-                        ("scale argument ignored", d**-0.5), ("scale of dv, not of d", dv**-0.5)):
+                        ("scale argument ignored", d**-0.5), ("scale of dv, not of d", dv**-0.5),
+                        ("sign of the scale lost", abs(scale))):
         if wrong != scale:
             yield name, "", call.change(scale=wrong)
     for name, factor in (("base 2 in place of e", math.log(2)), ("log2(e) applied twice",
@@ -191,6 +151,8 @@ def wrong_sums(call):
     for n in dict.fromkeys(Nk // Bc * Bc for Bc in (*TILES, 8, 4)):
         if 0 < n < Nk:
             yield "tail dropped", f"keys from {n} on", call.change(softmax=first_keys(n))
+            yield "tail of V dropped", f"rows from {n} on, l counts them", call.change(
+                softmax=lambda S, n=n: call.softmax(S) * (torch.arange(Nk) < n))
     yield "keys dropped", "the last one", call.change(softmax=first_keys(Nk - 1))
     yield "keys dropped", "the first one", call.change(softmax=first_keys(1, -torch.inf))
     for Bc in TILES:
@@ -253,13 +215,56 @@ def lost_maximum(Bc, lost, O_alone):
     return by_tiles
 
 
+# Known by their place or size
+
+
+def not_finite(problem, call, found, right, limits):
+    """Name an output, or gradients, with NaN or inf in it."""
+    bad = torch.cat([(~x.isfinite()).flatten() for x in found])
+    blind = (call.bias == -torch.inf).all(-1)  # [..., Nq]
+    if len(found) == 1 and blind.any():
+        rows = (~found[0].isfinite()).any(-1)
+        if rows.equal(blind.expand(rows.shape)):
+            return "NaN in rows that see no key", ""
+    if blind.any():
+        return "NaN from rows that see no key", "beyond these rows"
+    if call.scale <= 0 and (call.bias == -torch.inf).any():
+        return "mask multiplied by the scale", "-inf times a scale of 0 or less"
+    if problem.layout in NAN_BESIDE:
+        return "memory beside the tensors is read", problem.layout
+    if problem.values in LARGE:
+        return "scores overflow", "no maximum is subtracted, or they are half"
+    return unwritten(found, right, limits) or (
+        "NaN or inf", f"{bad.float().mean().item():.0%} of the output")
+
+
+def unwritten(found, right, limits):
+    """Name the output, or the gradient, that is right up to a tile's edge and 0, NaN or far off in
+    each row from there on; None where there is none.
+    """
+    edge = TILES[-1]
+    for letter, x, y, limit in zip(letters(found), found, right, limits):
+        wrong = (~((x - y).abs() <= limit)).any(-1)  # [B, H, N]
+        unlike = ~(wrong | (y == 0).all(-1))  # a 0 that is right may be unwritten
+        at = unlike.flatten(0, 1).any(0).nonzero()
+        n = (int(at[-1]) + edge) // edge * edge if len(at) else 0
+        tail = x[..., n:, :]
+        held = "0" if (tail == 0).all() else "NaN" if tail.isnan().all() else "other numbers"
+        known = held == "0" or n and (held == "NaN" or largest(x - y) > 0.1 * largest(y))
+        if known and wrong[..., n:].any() and not wrong[..., :n].any():
+            return f"last rows of {letter} not written", f"from row {n} on they hold {held}"
+    return None
+
+
+def letters(found):
+    return ("O",) if len(found) == 1 else ("dQ", "dK", "dV")
+
+
 def coarse(call, found, right):
-    """Name an error that has the size of another precision's, within a factor of 8, and is small
-    beside the output. Sizes alone: in which order a kernel sums can't be known.
+    """Name an error that has the size of another precision's, within a factor of 8. Sizes alone:
+    in which order a kernel sums can't be known.
     """
     error = largest(found - right)
-    if error > 0.1 * largest(right):
-        return UNNAMED[0], ""
     if call.dtype.itemsize >= 4:
         half, name = torch.float16, "float32 multiplied as tf32 or half"
         wrong = call.change(q=rounded(call.q, half), k=rounded(call.k, half),

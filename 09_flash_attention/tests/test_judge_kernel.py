@@ -4,9 +4,12 @@ that raises, dies or refuses is a row; what is no kernel is one line.
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +18,7 @@ import pytest
 import torch
 from lab import judge, kernel_worker
 from lab.cases import Case
-from lab.kernel_worker import judge_problem, load, repeats, shrink
+from lab.kernel_worker import NO_GRADIENT, JudgeRow, judge_problem, load, repeats, shrink
 from lab.matrix import Call, Problem, problems
 
 CPU = torch.device("cpu")
@@ -55,6 +58,8 @@ def wrong(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False
     if fault == "uniform average" and attn_mask is None and not is_causal:
         S = S * 0
     O = in_tiles(fault, S, v, dtype)
+    if fault.startswith("rows of ") and q.shape[2] > 64:  # the last tile of 64 queries
+        O[:, :, q.shape[2] // 64 * 64 :] = float(fault[8:])
     return (O if fault == "NaN in blind rows" else O.masked_fill(blind, 0)).to(dtype)
 
 
@@ -73,8 +78,8 @@ def of_memory(fault, q, k, v):
 
 def scale_of(fault, d, scale):
     right = d**-0.5 if scale is None else scale
-    return {"scale missing": 1.0, "scale twice": right**2, "scale ignored": d**-0.5}.get(
-        fault, right)
+    return {"scale missing": 1.0, "scale twice": right**2, "scale ignored": d**-0.5,
+            "scale or 1/sqrt(d)": scale or d**-0.5, "|scale|": abs(right)}.get(fault, right)
 
 
 def bias_of(fault, mask, is_causal, S, scale):
@@ -85,7 +90,8 @@ def bias_of(fault, mask, is_causal, S, scale):
         shift = {"lower-right": Nk - Nq, "causal + 1": 1, "causal - 1": -1}.get(fault, 0)
         if fault == "causal by tiles":
             i, j = i // 64, j // 64
-        bias = bias.masked_fill(j > i + shift, 0 if fault == "no causal" else -torch.inf)
+        hides = -torch.inf * scale if fault == "scaled -inf" else -torch.inf
+        bias = bias.masked_fill(j > i + shift, 0 if fault == "no causal" else hides)
     if mask is None or fault == "mask ignored":
         return bias
     if mask.dtype != torch.bool:
@@ -122,7 +128,8 @@ def in_tiles(fault, S, v, dtype):
             correction = torch.ones_like(correction)
         P = torch.exp(tile - m_new)
         l = l * correction + P.sum(-1, keepdim=True)
-        O = O * correction + P @ v[..., t : t + Bc, :]
+        O = O * correction + P @ v[..., t : t + Bc, :] * (
+            fault != "V's tail" or t == 0 or t + Bc <= Nk)
         if fault == "half sums":
             O, l = O.to(dtype).float(), l.to(dtype).float()
         m = m_new
@@ -158,6 +165,13 @@ PLANTED = {  # fault: (group that has it, the name it gets, how its smallest inp
     "no maximum": ("scores", "scores overflow", "1x1x1x1"),
     "NaN in blind rows": ("blind rows", "NaN in rows that see no key", "1x1x1x1"),
     "average of blind rows": ("blind rows", "average of V in rows that see no key", "1x1x"),
+    "rows of 0": ("lengths", "last rows of O not written", "1x1x65x1"),
+    "rows of nan": ("lengths", "last rows of O not written", "1x1x65x1"),
+    "rows of 7": ("lengths", "last rows of O not written", "1x1x65x1"),
+    "V's tail": ("lengths", "tail of V dropped", "1x1x65x1"),
+    "scale or 1/sqrt(d)": ("scale", "scale argument ignored", "1x1x2x2"),
+    "|scale|": ("scale", "sign of the scale lost", "1x1x2x1"),
+    "scaled -inf": ("scale", "mask multiplied by the scale", "1x1x2x1"),
     "tf32": ("lengths", "float32 multiplied as tf32 or half", "1x1x"),
 }
 
@@ -175,6 +189,29 @@ def test_a_planted_fault_is_found_named_and_shown_small(fault):
     small = shrink(kernel, problem, CPU, 0, name)
     assert small.case.shape.startswith(size)
     assert judge_problem(kernel, small, CPU, 0).what == name
+
+
+def test_the_search_for_the_smallest_ends_in_time(monkeypatch):
+    problem = Problem("", Case(9, heads=2, d=4))
+    small = shrink(partial(wrong, fault="scale missing"), problem, CPU, 0, "scale missing")
+    assert small.case.shape == "1x1x2x2"
+    monkeypatch.setattr(kernel_worker, "SEEKING", 0)
+    assert shrink(None, problem, CPU, 0, "scale missing") == problem
+
+
+@pytest.mark.parametrize("fault", ["rows of 0", "rows of nan"])
+def test_rows_that_are_not_written_are_told_also_where_some_are_0_by_right(fault):
+    def kernel(*inputs, **options):
+        O = load("math")(*inputs, **options)
+        O[:, :, 64:] = float(fault[8:])
+        return O
+
+    for kind in ("bool", "blind rows"):
+        row = judge_problem(kernel, Problem("", Case(70, heads=2), mask=(kind, "QK")), CPU, 0)
+        assert row.what in ("last rows of O not written", "NaN from rows that see no key")
+    row = judge_problem(lambda q, *_, **__: q * 0,
+                        Problem("", Case(9, heads=2), mask=("blind rows", "QK")), CPU, 0, names=[])
+    assert (row.what, row.detail) == ("last rows of O not written", "from row 0 on they hold 0")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -195,7 +232,10 @@ def test_a_right_kernel_raises_no_alarm(name, seed, dtype):
     groups = {"head sizes", "groups", "layouts", "causal", "masks", "windows", "blind rows",
               "scale", "together", "gradients"}
     for problem, row in judged(load(name), dtype, seed, groups):
-        assert row.result == "pass", (problem, row)
+        if name == "fused" and problem.is_causal and problem.scale in (-0.5, 0):
+            assert row.result == "pass" or row.what == "mask multiplied by the scale"  # torch's
+        else:
+            assert row.result == "pass", (problem, row)
 
 
 # Gradients
@@ -250,10 +290,42 @@ def test_a_wrong_step_of_the_backward_is_named(fault, name):
     assert {row.what for row in rows if row.failed} == ({name} if name else set())
 
 
-def test_an_output_without_a_gradient_refuses_gradients():
-    rows = [row for _, row in judged(lambda *x, **y: load("math")(*x, **y).detach(),
-                                     groups=["gradients"])]
-    assert {row.result for row in rows} == {"refused"}
+def test_a_gradient_that_is_missing_is_a_fault():
+    right = load("math")
+    for kernel, what in ((lambda q, k, v, **y: right(q, k.detach(), v, **y), "no gradient: dK"),
+                         (lambda q, k, v, **y: right(q.detach(), k, v.detach(), **y),
+                          "no gradient: dQ, dV"),
+                         (lambda *x, **y: right(*x, **y).detach(), NO_GRADIENT)):
+        rows = [row for _, row in judged(kernel, groups=["gradients"])]
+        assert {(row.result, row.what) for row in rows} == {("FAIL", what)}
+
+
+def test_a_kernel_that_never_has_a_gradient_is_told_so_and_not_counted_wrong():
+    def rows(*whats):
+        return [JudgeRow("gradients", "", "float32", 9, 9, "FAIL" if what else "pass", what=what)
+                for what in whats]
+
+    forward_only = judge_kernel.without_gradients(rows(NO_GRADIENT, NO_GRADIENT))
+    assert [row.result for row in forward_only] == ["no gradients"] * 2
+    assert not any(row.failed for row in forward_only)
+    for mixed in (rows(NO_GRADIENT, ""), rows(NO_GRADIENT, "dK is 0")):
+        assert judge_kernel.without_gradients(mixed) == mixed
+
+
+def test_a_kernel_that_turns_gradients_off_is_judged_on():
+    def kernel(*inputs, **options):
+        O = load("math")(*inputs, **options)
+        torch.set_grad_enabled(False)
+        return O
+
+    assert {row.result for _, row in judged(kernel, groups=["gradients"])} == {"pass"}
+
+
+def test_the_smallest_input_says_that_it_is_a_gradient_call():
+    texts = [problem.text for problem in problems(torch.float32) if problem.gradients]
+    assert texts and all(text.endswith("gradients") for text in texts)
+    forward = {problem.text for problem in problems(torch.float32) if not problem.gradients}
+    assert not forward & set(texts)
 
 
 # What is right
@@ -304,18 +376,45 @@ def test_other_shapes_dtypes_and_changed_inputs_are_faults():
         q.zero_()
         return O
 
+    def resizes(q, *others, **options):
+        O = right(q, *others, **options)
+        q.resize_(1)
+        return O
+
+    class Squares(torch.autograd.Function):
+        """The identity, with a backward that writes into dO."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dO):
+            return dO.mul_(2)
+
     def changes_mask(*inputs, attn_mask, **options):
         O = right(*inputs, attn_mask=attn_mask, **options)
         attn_mask.logical_not_()
         return O
 
     masked = Problem("", Case(9, heads=2, d=4, dtype=torch.float64), mask=("bool", "QK"))
-    for kernel, problem in ((changes, plain), (changes_mask, masked)):
-        assert judge_problem(kernel, problem, CPU, 0).what == "the inputs are overwritten"
-    for kernel in (lambda *x, **y: right(*x, **y).double(), lambda *x, **y: right(*x, **y)[..., :3],
-                   lambda *x, **y: None):
-        row = judge_problem(kernel, plain, CPU, 0)
-        assert (row.result, row.what) == ("FAIL", "wrong shape or dtype")
+    trained = Problem("", Case(9, heads=2, d=4), gradients=True)
+    for kernel, problem, which in (
+            (changes, plain, "q"), (resizes, plain, "q"), (changes_mask, masked, "attn_mask"),
+            (lambda *x, **y: Squares.apply(right(*x, **y)), trained, "dO")):
+        row = judge_problem(kernel, problem, CPU, 0)
+        assert (row.what, row.detail) == ("the inputs are overwritten", which)
+    for change, detail in (
+            (lambda O: O.double(), "float64 in place of float32"),
+            (lambda O: O[..., :3], "1x2x9x3 in place of 1x2x9x4"),
+            (lambda O: O.half().mT, "1x2x4x9 in place of 1x2x9x4, float16 in place of float32"),
+            (lambda O: O.to("meta"), "meta in place of cpu"),
+            (lambda O: O.to_sparse(), "sparse_coo in place of strided"),
+            (lambda O: O.sum(), "a single number in place of 1x2x9x4"),
+            (lambda O: (O, O), "a tuple in place of 1x2x9x4"),
+            (lambda O: None, "None in place of 1x2x9x4")):
+        row = judge_problem(lambda *x, change=change, **y: change(right(*x, **y)), plain, CPU, 0)
+        assert (row.result, row.what, row.detail) == ("FAIL", "wrong shape or dtype", detail)
 
 
 def test_a_fault_that_no_formula_fits_says_where():
@@ -327,6 +426,83 @@ def test_a_fault_that_no_formula_fits_says_where():
     row = judge_problem(kernel, Problem("", Case(9, 2, 2, d=4)), CPU, 0)
     assert (row.what, row.detail) == (
         "none of the formulas", "batch 0, head 1, row 3 to 4")
+
+
+def test_a_gradient_that_no_formula_fits_says_which_and_where():
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dx):
+            dx = dx.clone()
+            dx[:, :, 3] += 1
+            return dx
+
+    row = judge_problem(lambda q, k, v, **y: load("math")(q, Half.apply(k), v, **y),
+                        Problem("", Case(9, 2, 2, d=4), gradients=True), CPU, 0)
+    assert (row.what, row.detail) == ("none of the formulas", "dK: row 3")
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e-2, 1.0])
+def test_an_output_by_chance_is_told_as_that(size):
+    """Also where it is one buffer that each call writes into."""
+    buffer = torch.empty(1, 1, 9, 4)
+
+    def kernel(*inputs, **options):
+        O = load("math")(*inputs, **options)
+        return buffer.copy_(O + size * torch.rand(O.shape))
+
+    row = judge_problem(kernel, Problem("", Case(9, 1, 1, d=4)), CPU, 0)
+    assert row.what == "different output at each call" and row.detail.startswith("by ")
+
+
+def test_one_number_by_chance_is_told_also_where_two_are_near_each_other():
+    numbers = iter([0.5, 0.45])
+    row = judge_problem(lambda *x, **y: load("math")(*x, **y) + 1e-3 * next(numbers),
+                        Problem("", Case(9, 1, 1, d=4)), CPU, 0)
+    assert row.what == "different output at each call"
+    assert repeats(lambda q, *x, **y: torch.rand(1).expand(q.shape), torch.float32, CPU, 0)[
+        0].result == "no"
+
+
+def test_a_fault_beside_which_the_bits_change_keeps_its_name():
+    def kernel(*inputs, scale=None, **options):
+        O = load("math")(*inputs, scale=1.0, **options)
+        return O + 1e-7 * torch.rand(O.shape)
+
+    assert judge_problem(kernel, Problem("", Case(9, 2, 2, d=4)), CPU, 0).what == "scale missing"
+
+
+def test_last_rows_that_change_with_each_call_are_told_as_not_written():
+    def kernel(*inputs, **options):
+        O = load("math")(*inputs, **options)
+        O[:, :, 64:] = torch.rand(O[:, :, 64:].shape)
+        return O
+
+    row = judge_problem(kernel, Problem("", Case(70, 2, 2, d=4)), CPU, 0)
+    assert (row.what, row.detail) == ("last rows of O not written",
+                                      "from row 64 on they hold other numbers")
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit, GeneratorExit, RuntimeError])
+def test_whatever_a_kernel_raises_is_a_row_with_its_type(fault):
+    def kernel(*_, **__):
+        raise fault
+
+    row = judge_problem(kernel, Problem("", Case(9, heads=1)), CPU, 0)
+    assert (row.result, row.what, row.detail) == ("raised", fault.__name__, fault.__name__)
+    assert {row.result for row in repeats(kernel, torch.float32, CPU, 0)} == {fault.__name__}
+    assert kernel_worker.first_call(kernel, None, CPU, 0) is None  # its rows will say so
+
+
+def test_a_refusal_without_a_text_is_told_by_its_type():
+    def kernel(*_, **__):
+        raise NotImplementedError
+
+    row = judge_problem(kernel, Problem("", Case(9, heads=1)), CPU, 0)
+    assert (row.result, row.what) == ("refused", "NotImplementedError")
 
 
 def test_bits_that_depend_on_company_are_told():
@@ -350,7 +526,7 @@ def test_bits_that_depend_on_company_are_told():
 
 
 FILE = """
-    import ctypes, os
+    import ctypes, functools, os, time
     import torch
     import torch.nn.functional as F
 
@@ -359,15 +535,35 @@ FILE = """
         if q.shape[1] == 3:
             ctypes.string_at(0)
         if q.shape[1] == 4:
+            if os.fork() == 0:  # a child that outlives it, and holds its pipe
+                time.sleep(20)
+                os._exit(0)
             os._exit(3)
         if q.shape[1] == 5:
             raise RuntimeError("five\\nheads")
         if q.shape[1] == 6:
             raise NotImplementedError("six heads")
+        if q.shape[1] == 7:
+            os.fork()  # the child comes back as well
         return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale)
+
+    number = 5
 
     def short(q, k, v):
         return q
+
+    def one_more(q, k, v, mask, **options):
+        return q
+
+    def pair(q, k, v, **options):
+        return q, q
+
+    class Attention:
+        def __call__(self, *inputs, **options):
+            return attention(*inputs, **options)
+
+    instance, anonymous = Attention(), lambda *x, **y: attention(*x, **y)
+    part = functools.partial(attention, scale=None)
 
     def of_another_shape(q, k, v, **options):
         return q[..., :3]
@@ -385,7 +581,7 @@ def file(tmp_path):
 def few(monkeypatch):
     """The matrix is five lines: one head more in each."""
     monkeypatch.setattr(judge_kernel, "problems", lambda dtype, quick: [
-        Problem("heads", Case(9, heads=H, d=4, dtype=dtype)) for H in (2, 3, 4, 5, 6, 2)])
+        Problem("heads", Case(9, heads=H, d=4, dtype=dtype)) for H in (2, 3, 4, 5, 6, 7, 2)])
 
 
 def run(monkeypatch, *options):
@@ -401,7 +597,7 @@ def test_what_raises_dies_or_refuses_is_a_row_and_the_rest_is_run(
     rows = json.loads(written.read_text())["rows"]
     assert status == 1
     assert [row["result"] for row in rows if row["tool"] == "judge"] == [
-        "pass", "died", "died", "raised", "refused", "pass"]
+        "pass", "died", "died", "raised", "refused", "pass", "pass"]
     said = capfd.readouterr().out
     for text in ("SIGSEGV", "ended with status 3", "RuntimeError: five heads", "six heads"):
         assert text in said
@@ -416,36 +612,142 @@ def test_a_kernel_that_gives_no_answer_is_a_row(few, monkeypatch, tmp_path, caps
                 time.sleep(60)
             return q * 0
     """))
-    monkeypatch.setattr(judge_kernel, "PATIENCE", 10)
+    monkeypatch.setattr(judge_kernel, "PATIENCE", 0.5)
     with judge_kernel.Worker(f"{tmp_path}/slow.py:attention", "cpu", 0) as worker:
-        monkeypatch.setattr(judge_kernel, "PATIENCE", 0.5)
+        worker.begin()
         row = worker.judge(Problem("", Case(9, heads=3, d=4)))
     assert row.result == "died" and "no answer" in row.what and row.failed
 
 
+def dying(monkeypatch, until=math.inf):
+    """Return a Worker whose process ends at each question."""
+    def answer(*_):
+        raise judge_kernel.Died("was killed")
+
+    worker = judge_kernel.Worker("kernel", "cpu", 0)
+    worker.until = until
+    monkeypatch.setattr(worker, "start", lambda: None)
+    monkeypatch.setattr(worker, "answer", answer)
+    worker.pipe = type("Pipe", (), {"send": lambda *_: None})
+    return worker
+
+
+def test_after_three_deaths_the_rest_of_a_group_is_left_out(monkeypatch):
+    worker, case = dying(monkeypatch), Case(9, heads=1)
+    rows = [worker.judge(Problem(group, case)) for group in ["masks"] * 5 + ["lengths"]]
+    assert [row.result for row in rows] == ["died"] * 3 + ["left out"] * 2 + ["died"]
+    assert "'masks'" in rows[4].what and all(row.failed for row in rows)
+    assert rows[4].dtype == "float32" and not rows[4].wrong
+
+
+def test_what_is_left_when_the_time_is_over_is_left_out(monkeypatch):
+    worker = dying(monkeypatch, until=0)
+    problem = Problem("masks", Case(9, heads=1))
+    row = worker.judge(problem)
+    assert row.result == "left out" and "minutes are over" in row.what and row.failed
+    assert "minutes are over" in worker.repeats(torch.float32)[0].result
+    assert worker.smallest(problem, "scale missing") == problem
+
+
+def test_calls_that_are_left_out_are_shown_and_are_no_pass(monkeypatch, capsys):
+    rows = [JudgeRow("masks", str(i), "float32", 9, 9, result, what=result)
+            for i, result in enumerate(["pass", "died", "left out", "left out", "refused"])]
+    judge_kernel.show("kernel", rows)
+    said = capsys.readouterr().out
+    assert "1 of 2, 1 refused, 2 left out" in said and "left out: left out" in said
+    assert said.count("died: died") == 1
+
+
+def test_a_process_that_can_not_be_started_again_is_a_row(monkeypatch):
+    worker = dying(monkeypatch)
+    monkeypatch.setattr(worker, "start", lambda: judge_kernel.cli.Refused("no device"))
+    monkeypatch.setattr(worker, "stop", lambda: None)
+    row = worker.judge(Problem("masks", Case(9, heads=1)))
+    assert row.result == "died" and "started again: no device" in row.what
+
+
+@pytest.mark.parametrize("question, place", [
+    ("start", "as it loaded"), ("answer", "in its first call, q, k and v of 1x1x64x64")])
+def test_a_death_says_whether_it_was_before_the_first_call(question, place, monkeypatch):
+    def dies(*_):
+        raise judge_kernel.Died("ended with status 4")
+
+    worker = dying(monkeypatch)
+    monkeypatch.setattr(worker, question, dies)
+    with pytest.raises(judge_kernel.cli.Refused, match=f"process ended with status 4 {place}"):
+        worker.begin()
+
+
+def test_sigterm_ends_the_kernels_process_as_well(tmp_path):
+    (tmp_path / "hangs.py").write_text(textwrap.dedent("""
+        import os, pathlib, time
+        pathlib.Path("part").write_text(str(os.getpid()))
+        os.rename("part", "pid")
+        time.sleep(300)
+    """))
+    judge = subprocess.Popen([sys.executable, LESSON, "--kernel", "hangs.py:f", "--device", "cpu"],
+                             cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    pid = tmp_path / "pid"
+    try:
+        while judge.poll() is None and not pid.exists():
+            time.sleep(0.05)
+        judge.send_signal(signal.SIGTERM)
+        assert judge.wait(60) == 143
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)
+    finally:
+        judge.kill()
+        judge.wait()
+        if pid.exists():
+            subprocess.run(["kill", "-9", pid.read_text()], stderr=subprocess.DEVNULL)
+
+
+class Pipe:
+    """Asks for the first call, and takes what the kernel's process sends."""
+
+    def __init__(self):
+        self.questions, self.sent = [("first", None)], []
+
+    def recv(self):
+        if not self.questions:
+            raise EOFError
+        return self.questions.pop()
+
+    def send(self, answer):
+        self.sent.append(answer)
+
+
 @pytest.mark.parametrize("kernel, text", [
-    ("fusedd", "FILE.py:FUNCTION"), ("none.py:f", "FILE.py:FUNCTION"),
-    ("{file}:nothing", "no function"), ("{file}:short", "must take"),
-    ("{file}:of_another_shape", "tensor of shape"), ("{broken}:f", "can't be imported"),
+    ("fusedd", "FILE.py:FUNCTION"), ("{file}", "FILE.py:FUNCTION"),
+    ("none.py:f", "none.py: No such file"), ("{folder}:f", "Is a directory"),
+    ("{loop}:f", "symbolic links"), ("{file}:nothing", "has no function 'nothing'"),
+    ("{file}:number", "is no function: it is of type int"), ("{file}:short", "must take"),
+    ("{file}:one_more", "must take"), ("{file}:Attention", "must take"),
+    ("{file}:of_another_shape", "tensor of shape 1x1x64x64"), ("{file}:pair", "got a tuple"),
+    ("{broken}:f", "can't be imported"),
 ])
 def test_what_is_no_kernel_is_refused_in_one_line(kernel, text, file, tmp_path, monkeypatch):
     broken = tmp_path / "broken.py"
     broken.write_text("import a_module_that_is_not_there")
-
-    class Pipe:
-        """Takes what the kernel's process would send."""
-
-        sent = []
-
-        def send(self, answer):
-            self.sent.append(answer)
+    folder, loop = tmp_path / "folder.py", tmp_path / "loop.py"
+    folder.mkdir()
+    loop.symlink_to(loop)
 
     monkeypatch.setattr(kernel_worker.os, "dup2", lambda *_: None)
     monkeypatch.setattr(kernel_worker.signal, "signal", lambda *_: None)
-    kernel_worker.work(Pipe(), kernel.format(file=file, broken=broken), "cpu", 0)
-    [refusal] = Pipe.sent[-1:]
+    kernel = kernel.format(file=file, broken=broken, folder=folder, loop=loop)
+    pipe = Pipe()
+    kernel_worker.work(pipe, kernel, "cpu", 0)
+    refusal = pipe.sent[-1]
     assert type(refusal).__name__ == "Refused" and text in str(refusal)
     assert "\n" not in str(refusal)
+
+
+@pytest.mark.parametrize("name", ["instance", "anonymous", "part"])
+def test_what_can_be_called_is_a_kernel(name, file):
+    kernel = load(f"{file}:{name}")
+    assert kernel_worker.first_call(kernel, None, CPU, 0) is None
+    assert judge_problem(kernel, Problem("", Case(9, heads=2)), CPU, 0).result == "pass"
 
 
 def test_a_refusal_ends_with_status_2(tmp_path):
