@@ -26,6 +26,8 @@ lesson() { # name, script, options
   run "$venv/bin/python" "$script" "$@" --device "$device" --json "$file.json" >"$file.txt" 2>&1 || status=$?
   echo "$step: exit status $status" | tee -a "$report/summary.txt" >&2
 }
+lesson small_attention small_attention.py
+lesson safe_softmax safe_softmax.py
 lesson attention flash_attention.py --mode all --plot "$report"
 lesson attention_auto flash_attention.py --mode speed --br auto --bc auto
 lesson attention_half flash_attention.py --mode all --dtype float16 --br auto --bc auto
@@ -39,6 +41,7 @@ lesson lazy_rescale lazy_rescale.py --plot "$report"
 lesson approximate approximate.py --plot "$report"
 lesson variants flash_variants.py
 lesson decoding flash_decoding.py --mode all
+lesson pages flash_pages.py
 lesson judge judge_kernel.py --kernel npu --plot "$report"
 lesson backward flash_backward.py --mode all --br auto --bc auto
 lesson mini_gpt mini_gpt.py

@@ -289,7 +289,8 @@ def test_the_report_runs_each_lesson_on_the_card_and_packs_what_came_out(play, t
     assert lessons == {
         "flash_attention.py", "fast_tiles.py", "articles.py", "cross_reference.py", "roofline.py",
         "generations.py", "lazy_rescale.py", "approximate.py", "judge_kernel.py",
-        "flash_variants.py", "flash_decoding.py", "flash_backward.py", "mini_gpt.py"}
+        "flash_variants.py", "flash_decoding.py", "flash_pages.py", "flash_backward.py",
+        "mini_gpt.py", "small_attention.py", "safe_softmax.py"}
     results = tmp_path / "results"
     assert all(f"--device npu:1 --json {results}/report_910b/" in line for line in ran)
     archive = results / "report_910b.tar.gz"

@@ -17,17 +17,20 @@ LESSONS = {path.stem: path for path in PHASE.glob("*.py")}
 # What a lesson teaches, and so may be taken by others; everything else is a helper.
 TAUGHT = {
     "flash_attention": {
-        "standard_attention", "flash_attention_forward", "online_softmax_step", "trace",
-        "compare_and_verify", "profile_memory", "benchmark_speed"},
+        "standard_attention", "flash_attention_forward", "attend_in_tiles", "online_softmax_step",
+        "trace", "compare_and_verify", "profile_memory", "benchmark_speed"},
     "flash_backward": {"flash_attention", "flash_attention_backward"},
     "generations": {"flash_attention_1", "busy_cores", "count"},
     "overlap": {"hopper", "rates"},
     "io_model": {"article_claims", "counted"},
     "approximate": {"METHODS", "SHARE", "by_kind", "errors"},
     "lazy_rescale": {"flash_attention_4", "polynomial_exp2"},
-    "flash_decoding": {"KVCache"},
+    "flash_decoding": {"KVCache", "merge"},
+    "flash_pages": {"through_pages"},
+    "flash_triton": {"flash_attention_triton", "online_softmax_step"},
+    "flash_triton_backward": {"flash_attention_triton_backward"},
     "flash_variants": {"with_sink"},
-    "mini_gpt": {"CausalSelfAttention"},
+    "mini_gpt": {"CausalSelfAttention", "Training", "TEXT"},
 }
 MAY_BE_MISSING = {"flash_triton", "torch.nn.attention", "matplotlib"}  # flash_triton needs Triton
 
