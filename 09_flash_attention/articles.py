@@ -41,10 +41,13 @@ def differences(device, seed=0):
     """Return the claims of accuracy."""
     said = ("1.19e-07", "1.34e-07", "1.79e-07", "2.09e-07")
     rows = compare_and_verify(ARTICLE_CASES, device=device, seed=seed)
-    return [Claim(1, f"largest difference, {row.shape}", says, f"{row.max_diff:.2e}",
+    rows = [row for row in rows if row.name == "flash"]
+    each = [Claim(1, f"largest difference, {row.shape}", says, f"{row.max_diff:.2e}",
                   "other inputs and another order of sums: both are roundings" if row.passed
                   else f"it fails: {row.why or 'more than twice the error of standard attention'}")
-            for row, says in zip((row for row in rows if row.name == "flash"), said)]
+            for row, says in zip(rows, said)]
+    return [*each, Claim(1, "all of these", "below 1e-06", f"{max(r.max_diff for r in rows):.2e}",
+                         "its target was 1e-3")]
 
 
 def peaks(device, seed=0):
@@ -118,36 +121,68 @@ def times(device, seed=0):
 
 def computed(device="cpu", seed=0):
     """Return the claims that arithmetic settles, anywhere."""
-    d = 64
-    steps, P = trace(torch.ones(1, 1), torch.tensor([[2.0], [1.0], [3.0]]), torch.eye(3), 1, 1,
-                     scale=1.0)
-    literal, numerator = softmax_j_errors()
+    return memory_computed() + formulas_computed()
+
+
+def memory_computed(d=64, Br=64, Bc=64):
+    """Return the first article's figures of memory, and what follows from the same arithmetic."""
+    matrix = {N: N * N * 4 for N in (2048, 4096, 16384)}  # bytes of S, float32
+    limit = {N: 2 * N / d + 1 for N in matrix}
+    short, far = (limit[N] * Br * Bc / N**2 for N in (4096, 16384))
+    chip = CHIPS["910B3"]
+    moved = 4 * (matrix[2048] + 2048 * d * 4)
     return [
         Claim(1, "the saving tends to N^2/(Br Bc)", "4096 at N=4096",
-              f"{2 * 4096 / d + 1:.0f} at N=4096, d=64",
+              f"{limit[4096]:.0f} at N=4096, d=64",
               "flash still holds its result: (2N^2 + Nd) / Nd = 2N/d + 1 is the limit"),
-        Claim(1, "S and P of GPT-3 at N=2048", "16 GB", f"{2 * 96 * 2048**2 * 4 / 1e9:.1f} GB",
+        Claim(1, "a larger N brings it nearer", "nearer", f"from {short:.1%} of it to {far:.1%}",
+              "N=4096, then 16384: the limit grows with N, N^2/(Br Bc) with N^2"),
+        Claim(1, "S and P of GPT-3 at N=2048", "16 GB", f"{2 * 96 * matrix[2048] / 1e9:.1f} GB",
               "one layer, 96 heads, float32, batch 1"),
         Claim(1, "S and P at N=4096", "128 MB, elsewhere 256 MB",
-              f"{2 * 4096**2 * 4 / 2**20:.0f} MiB",
+              f"{2 * matrix[4096] / 2**20:.0f} MiB",
               "64 MiB each; its 256 has no second pair that stands at the same time"),
-        Claim(1, "S and P at N=16384", "1 GB each", f"{16384**2 * 4 / 2**30:.0f} GiB each", ""),
+        Claim(1, "P written over S, at N=4096", "still 128 MB", f"{matrix[4096] / 2**20:.0f} MiB",
+              "in one place only one of them stands; 128 MiB takes both"),
+        Claim(1, "S and P at N=16384", "1 GB each", f"{matrix[16384] / 2**30:.0f} GiB each", ""),
         Claim(1, "a tile, and two of them", "0.016, 0.03 MB",
-              f"{64 * 64 * 4 / 1e6:.3f}, {2 * 64 * 64 * 4 / 1e6:.3f} MB", "64 x 64 in float32"),
-        Claim(1, "m, l and O of a block", "3 Br d, 12 KB", f"{(64 * d + 2 * 64) * 4 / 1e3:.1f} KB",
-              f"m and l are columns: Br (d + 2); 3 Br d would be {3 * 64 * d * 4 / 1e3:.0f} KB"),
+              f"{Br * Bc * 4 / 1e6:.3f}, {2 * Br * Bc * 4 / 1e6:.3f} MB", "64 x 64 in float32"),
+        Claim(1, "m, l and O of a block", "3 Br d, 12 KB",
+              f"{(Br * d + 2 * Br) * 4 / 1e3:.1f} KB",
+              f"m and l are columns: Br (d + 2). 3 Br d = {3 * Br * d} numbers would be "
+              f"{3 * Br * d * 4 / 1e3:.0f} KB"),
+        Claim(1, "standard on a 910B3, N=2048", "0.1 ms",
+              f"above {moved / chip.bandwidth * 1e3:.3f} ms",
+              f"{moved / 1e6:.0f} MB at {chip.bandwidth / 1e12} TB/s, if the L2 cache holds none"),
+        Claim(1, "the backward against the forward", "3 to 5 x as complex", "2.5 x the products",
+              "a tile of S has five products there (S, dV, dP, dQ, dK), and two here"),
+    ]
+
+
+def formulas_computed(d=64):
+    """Return the claims of both articles' formulas, put to numbers."""
+    steps, P = trace(torch.ones(1, 1), torch.tensor([[2.0], [1.0], [3.0]]), torch.eye(3), 1, 1,
+                     scale=1.0)
+    large = torch.tensor(1000.0).exp()
+    literal, numerator = softmax_j_errors()
+    n, heads = 1024, 8
+    return [
         Claim(1, "exp(100) overflows", "2.7e43", f"{math.exp(100):.1e}",
               f"in float32, above {math.log(torch.finfo(torch.float32).max):.1f}; float16 above "
               f"{math.log(torch.finfo(torch.float16).max):.1f}"),
         Claim(2, "a softmax without its maximum, x = 1000", "inf, then NaN",
-              f"{torch.tensor(1000.0).exp():.0f}, then "
-              f"{torch.tensor(1000.0).exp() / torch.tensor(1000.0).exp():.0f}",
+              f"{large:.0f}, then {large / large:.0f}",
               "inf / inf; with the maximum off, exp(0) = 1"),
         Claim(2, "d of [2, 1, 3]", "1, 1.368, 1.503", ", ".join(f"{s.l:.4g}" for s in steps), ""),
         Claim(2, "softmax of [2, 1, 3]", "0.245, 0.090, 0.665",
               ", ".join(f"{p:.3f}" for p in P[0].tolist()), ""),
         Claim(2, "softmax_j in the update of O", "exact", f"error {literal:.2g} of 1",
               f"read as the numerator exp(S_j - m_j): error {numerator:.0e}"),
+        Claim(2, "S_j = Q K_j^T", "the scores", f"error {unscaled_error(d):.2g} x largest O",
+              f"1/sqrt(d) is missing; at d={d} the softmax is then nearly a maximum"),
+        Claim(2, "d = 64 is all heads together", "25 MB",
+              f"{6 * (2 * heads * n * n + n * d) * 2 / 1e6:.0f} MB with {heads} heads",
+              "each head has an S and a P of its own; its formula counts those of one"),
     ]
 
 
@@ -173,22 +208,32 @@ def traffic(device="cpu", seed=0):
 
 
 def generations(device="cpu", seed=0):
-    """Return the second article's claims of FlashAttention 1 to 3: counted, or by published rates.
+    """Return the claims of FlashAttention 1 to 3: counted, or by published rates.
 
     A share of the peak needs the chip itself. What stands here is a bound: products, and 16 times
     what is outside of them (on an A100, FlashAttention-2, section 3.1).
     """
-    Q, K, V = (x[0] for x in Case(1024, d=128).inputs("cpu", seed))
-    rows = {name: count(name, Q, K, V, 64, 64) for name in ("FA1", "FA2")}
+    case, tile = Case(1024, d=128), (64, 64)
+    Q, K, V = (x[0] for x in case.inputs("cpu", seed))
+    rows = {name: count(name, Q, K, V, *tile) for name in ("standard", "FA1", "FA2")}
     most = {name: r.products / (r.products + 16 * r.outside) for name, r in rows.items()}
+    exchanged = 4 * tile[0] * (case.d + 2) * 4  # bytes of m, l and O of each of four warps
+    standard, flash = rows["standard"], rows["FA2"]
     busy = next(row for row in busy_cores(64) if row.batch == 1)
     H100, overlap = CHIPS["H100-SXM"].peak / 1e12, rates(hopper())
     at_most = "not measured: it takes the chip. A bound, by FLOPs outside the products at d=128"
     return [
+        Claim(1, "arithmetic, flash against standard", "the same",
+              f"{flash.products / standard.products:.2f} x and "
+              f"{flash.outside / standard.outside:.2f} x",
+              "the products, and what is outside of them: flash rescales O, but divides it once"),
         Claim(2, "FA1 on an A100", "25-40 %", f"under {most['FA1']:.0%}",
               f"{at_most}; one sequence of {busy.N} keeps {busy.fa1_busy:.0%} of the SMs busy"),
         Claim(2, "FA2 on an A100", "50-73 %", f"under {most['FA2']:.0%}",
               f"{at_most}; of the SMs {busy.fa2_busy:.0%}"),
+        Claim(2, "warps meet in shared memory", "in FA1",
+              f"{exchanged / 1e3:.0f} KB a tile, FA2 0",
+              "FA1's 4 warps split K and exchange their m, l and O; FA2's split Q"),
         Claim(2, "FA2 against FA1", "2 x", f"{most['FA2'] / most['FA1']:.2f} x and "
               f"{busy.fa2_busy / busy.fa1_busy:.1f} x",
               f"by fewer such FLOPs; by busy SMs, batch 1, {busy.heads} heads"),
@@ -240,6 +285,14 @@ def softmax_j_errors(n=8, Bc=4, seed=0):
             m, d = m_new, d_new
         errors.append(((O - exact).abs().max() / exact.abs().max()).item())
     return errors
+
+
+def unscaled_error(d, n=256, seed=0):
+    """Return the error of attention without 1/sqrt(d), as a share of the largest output."""
+    generator = torch.Generator().manual_seed(seed)
+    Q, K, V = torch.randn(3, n, d, generator=generator, dtype=torch.float64)
+    unscaled, exact = (torch.softmax(Q @ K.T * scale, dim=1) @ V for scale in (1, d**-0.5))
+    return ((unscaled - exact).abs().max() / exact.abs().max()).item()
 
 
 def _missing(claim, says, *rows):

@@ -286,7 +286,8 @@ def show_trace(args, device):
 
 def print_trace(title, steps):
     print_table(title, ["query", "keys", "scores", "m", "correction", "l"],
-                [(r.query, r.keys, " ".join(f"{s:6.3f}" for s in r.scores), f"{r.m:.3f}",
+                [(r.query, r.keys, " ".join(f"{s:6.3f}" for s in r.scores),
+                  f"{r.m:.3f}" if abs(r.m) < 1e6 else f"{r.m:.1e}",
                   f"{r.correction:.3f}", f"{r.l:.3f}") for r in steps])
 
 

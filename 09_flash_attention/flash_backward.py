@@ -6,7 +6,7 @@
     python flash_backward.py --mode extras      the same with a score_mod, a mask, L and dropout
 
 Autograd through standard attention keeps P, N x N, from the forward to the backward. Here the
-forward keeps O, m and l, and `gradient_step`, five lines, computes each tile of P again from m and
+forward keeps O, m and l, and `gradient_step`, six lines, computes each tile of P again from m and
 l. The derivation stands in `flash_attention_backward`. Sources: FlashAttention-2 (arXiv
 2307.08691), Algorithm 2; FlashAttention (arXiv 2205.14135), appendix B.2.
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run every lesson on a card and pack tables, JSON, plots, traces and versions into one file to send:
+# Run the lessons on a card, all that take one, and pack tables, JSON, plots, traces and versions into one file to send:
 #   bash scripts/report_910b.sh npu:0
 # A lesson that fails is part of the report: its exit status stands in summary.txt.
 set -euo pipefail

@@ -8,10 +8,13 @@ from functools import cache
 
 import torch
 
+from common.cli import Refused
 from common.device import torch_npu
 
 
 def attention(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    if q.device.type != "npu":
+        raise Refused(f"npu_fusion_attention needs torch_npu and a card, got {q.device}")
     if v.shape[-1] != q.shape[-1]:
         raise NotImplementedError("dv other than d: older releases get it wrong")
     options = {"scale": q.shape[-1] ** -0.5 if scale is None else scale, "inner_precise": 2}

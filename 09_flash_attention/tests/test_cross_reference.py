@@ -45,13 +45,15 @@ def test_phase_7_leaves_a_trace_and_counts_operators_and_bytes(tmp_path):
 
 def test_phase_8_gives_the_same_output_by_each_name():
     rows = compare_modules(96, CPU, n_embd=48, n_head=3)
-    assert [r.name for r in rows] == list(ATTENTION) == ["standard", "flash", "fused"]
+    assert [r.name for r in rows] == ["standard", "flash", "fused"]
     assert rows[0].max_diff == 0
     assert all(0 <= r.max_diff < 1e-6 for r in rows)
 
 
 @pytest.mark.parametrize("name", list(ATTENTION))
-def test_phase_8_is_causal(name):
+def test_phase_8_is_causal(name, interpreted):
+    if name == "triton":
+        pytest.importorskip("flash_triton")
     torch.manual_seed(0)
     module = CausalSelfAttention(12, 3, name)
     x = torch.randn(2, 7, 12)
@@ -63,7 +65,7 @@ def test_phase_8_is_causal(name):
 
 
 def test_phase_8_refuses_an_unknown_attention_and_heads_that_do_not_divide():
-    with pytest.raises(ValueError, match="standard, flash, fused, got 'fast'"):
+    with pytest.raises(ValueError, match="standard, flash, fused, triton, got 'fast'"):
         CausalSelfAttention(12, 3, "fast")
     with pytest.raises(ValueError, match="n_head must divide n_embd, got 5 and 12"):
         CausalSelfAttention(12, 5)
@@ -132,11 +134,21 @@ def test_the_claims_that_arithmetic_settles():
     assert here["S and P are not written back"] == "0 bytes"
     assert here["m, l and O of a block"] == "16.9 KB"  # 64 x 64 + 2 x 64 numbers
     assert here["FA3 on an H100, float16"] == "75%"
+    assert here["a larger N brings it nearer"] == "from 3.1% of it to 0.8%"
+    assert here["P written over S, at N=4096"] == "64 MiB"
+    assert here["standard on a 910B3, N=2048"] == "above 0.043 ms"
+    assert here["d = 64 is all heads together"] == "202 MB with 8 heads"
+    assert here["arithmetic, flash against standard"].startswith("1.00 x and 1.2")
+    assert here["warps meet in shared memory"] == "133 KB a tile, FA2 0"
 
 
 def test_softmax_j_must_be_the_numerator():
     literal, numerator = articles.softmax_j_errors()
     assert literal > 0.1 and numerator < 1e-15
+
+
+def test_scores_without_their_scale_are_wrong_unless_d_is_1():
+    assert articles.unscaled_error(64) > 0.5 and articles.unscaled_error(1) == 0
 
 
 def test_the_articles_have_a_command():

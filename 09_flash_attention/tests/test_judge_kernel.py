@@ -717,6 +717,12 @@ class Pipe:
         self.sent.append(answer)
 
 
+def test_the_kernel_of_a_card_is_refused_where_there_is_none():
+    refusal = kernel_worker.first_call(kernel_worker.load("npu"), None, torch.device("cpu"), 0)
+    assert isinstance(refusal, kernel_worker.Refused)
+    assert str(refusal) == "npu_fusion_attention needs torch_npu and a card, got cpu"
+
+
 @pytest.mark.parametrize("kernel, text", [
     ("fusedd", "FILE.py:FUNCTION"), ("{file}", "FILE.py:FUNCTION"),
     ("none.py:f", "none.py: No such file"), ("{folder}:f", "Is a directory"),
