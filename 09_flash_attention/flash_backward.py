@@ -33,6 +33,7 @@ from flash_attention import flash_attention_forward, standard_attention
 from lab.autocast import as_autocast, without_autocast
 from lab.bench import Candidate, MemoryRow, SpeedRow, VerifyRow, benchmark, profile, verify
 from lab.cases import VERIFY_CASES
+from lab.checks import check_backward
 from lab.extras import Extra, exact_with, extras
 from lab.flex import fused_calls
 from lab.formulas import backward_bytes
@@ -78,16 +79,16 @@ def flash_attention_backward(dO, Q, K, V, O, m, l, Br=64, Bc=64, *, dL=None, lea
         dQ = dS K * scale      S is linear in Q
         dK = dS^T Q * scale    and in K
 
-    P = exp(S - m) / l, the forward's m and l. The paper has P = exp(S - L), L = m + log(l); in
-    float32 that loses log(l) beside a large m. With m, l and D known, a tile needs no other tile.
-    D has length N; the paper's Algorithm 2 says d, a slip.
+    P = exp(S - m) / l, the forward's m and l. FlashAttention-2 has P = exp(S - L),
+    L = m + log(l); in float32 that loses log(l) beside a large m. With m, l and D known, a tile
+    needs no other tile. D has length N; Algorithm 2 there says d, a slip.
 
     dO [..., Nq, dv], with any strides; dL [..., Nq] or None. O, m and l are what
     `flash_attention_forward` returned for Q, K, V and the same options: causal, q_start, window,
     scale, attn_mask, score_mod, dropout_p, seed. After dV come attn_mask's gradient, with
     mask_gradient, and those of `learned`, tensors that score_mod reads. The gradients have the
-    shapes and dtypes of what they belong to. Raises ValueError where score_mod reads a tensor that
-    wants a gradient and is not among `learned`.
+    shapes and dtypes of what they belong to. Raises ValueError for other shapes and where score_mod
+    reads a tensor that wants a gradient and is not among `learned`.
     Sums are float32 for float16 and bfloat16, also over the query heads that read one key/value
     head. A row that saw no key passes 0 on. NaN or inf in K or V reaches each query of a tile in
     which some query sees that key. Equal input gives equal bits. The tiles are walked as in the
@@ -95,6 +96,7 @@ def flash_attention_backward(dO, Q, K, V, O, m, l, Br=64, Bc=64, *, dL=None, lea
     """
     learning = score_mod and Learning(score_mod, learned)
     visible = Visible(Q, K, V, attn_mask=attn_mask, score_mod=learning, **options)
+    check_backward(Q, V, attn_mask, mask_gradient, dO=dO, O=O, m=m, l=l, dL=dL)
     if mask_gradient:
         visible.attn_mask_gradient = torch.zeros_like(visible.options[4], dtype=visible.dtype)
     dQ = Q.new_empty(Q.shape)

@@ -1,4 +1,4 @@
-"""FP8: what FlashAttention-3 does to halve its error, and how FlashAttention-4's P overflows.
+"""FP8: what FlashAttention-3 does to halve its error, and how P overflows in FlashAttention-4.
 
     python fp8.py           a quick run: one seed, four heads
     python fp8.py --full    FlashAttention-3's Table 3: three seeds, eight heads, pass or FAIL
@@ -75,9 +75,9 @@ def standard(Q, K, V, rounded):
 def flash(Q, K, V, rounded, tau=0.0, offset=0.0):
     """Return the same from a loop over blocks of keys: m, l, O and the scores stay in float32.
 
-    Only P is rounded, before it meets V. tau, offset: FlashAttention-4 keeps the maximum until it
-    has grown by more than tau, and multiplies P by 2^offset; so an entry of P is at most
-    2^(tau + offset). l sums P as it was before it is rounded.
+    Only P is rounded, before it meets V. tau, offset: FlashAttention-4's FP8 kernel keeps the
+    maximum until it has grown by more than tau, and multiplies P by 2^offset; so an entry of P is
+    at most 2^(tau + offset). l sums P as it was before it is rounded.
     """
     m = torch.full_like(Q[:, :1], -torch.inf)  # [Nq, 1], in powers of 2
     l = O = 0
@@ -254,7 +254,7 @@ def factor(row, other):
 
 def show_overflow(rows):
     print_table(
-        f"P * 2^offset in e4m3 under FlashAttention-4's tau: relative error of O, N = {N}, d = {D}",
+        f"P * 2^offset in e4m3 under a tau: relative error of O, N = {N}, d = {D}",
         ["offset", "tau", "P at most", "deviation of scores", "P beyond 448", "error", "theirs"],
         [(r.offset, r.tau, f"{2 ** (r.offset + r.tau):g}", r.deviation, f"{r.beyond:.3%}",
           f"{r.error:.3f}", r.theirs or "-") for r in rows], left=0)

@@ -45,6 +45,8 @@ def check_call(Q, K, V, q_start, window, scale, attn_mask, score_mod):
                          f"got {window!r}")
     if scale is not None and not _is_finite(scale):
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+    if score_mod is not None and not callable(score_mod):
+        raise TypeError(f"score_mod must be a function or None, got {type(score_mod).__name__}")
     if score_mod is not None and Q.dim() > 4:
         raise ValueError(f"score_mod takes [B, H, N, d] or fewer dimensions, {shapes}")
     if attn_mask is not None:
@@ -53,6 +55,20 @@ def check_call(Q, K, V, q_start, window, scale, attn_mask, score_mod):
         if attn_mask.dim() > len(scores) or any(have not in (1, want) for have, want in sides):
             raise ValueError(f"attn_mask must broadcast to the scores {scores}, "
                              f"got shape {tuple(attn_mask.shape)}")
+
+
+def check_backward(Q, V, attn_mask, mask_gradient, **given):
+    """Raise ValueError or TypeError for what does not belong to a forward of Q and V.
+
+    given: O and dO, [..., Nq, dv], and m, l and dL, [..., Nq]; None is taken for dL.
+    """
+    for name, x in given.items():
+        wanted = (*Q.shape[:-1], V.shape[-1]) if name in ("dO", "O") else Q.shape[:-1]
+        if x is not None and x.shape != wanted:
+            raise ValueError(f"{name} must be {[*wanted]}, got shape {tuple(x.shape)}")
+    if mask_gradient and (attn_mask is None or not attn_mask.is_floating_point()):
+        raise TypeError("mask_gradient takes an attn_mask of floats, got "
+                        f"{None if attn_mask is None else attn_mask.dtype}")
 
 
 def check_dropout(dropout_p, seed):

@@ -46,5 +46,7 @@ class Dropout:
         """Return what is dropped of the tile `rows` x `cols`, bool [..., Br, Bc]."""
         i, j = (torch.arange(s.start, s.stop, device=self.state.device) for s in (rows, cols))
         row = mix(self.state.unsqueeze(-1) ^ i)  # [..., Br]
-        x = row.unsqueeze(-1) ^ mix(j + 1)  # [..., Br, Bc]
+        # Scrambled once more than the rows: else some row and column would share their numbers,
+        # and where both are equal the hash is 0.
+        x = row.unsqueeze(-1) ^ mix(mix(j + 1))  # [..., Br, Bc]
         return mix(x) < round(self.p * 2**32)

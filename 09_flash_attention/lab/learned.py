@@ -5,10 +5,15 @@ No list of names can tell which tensors these are, so a score_mod is watched as 
 them its operators get a stand-in, a leaf of the graph of one tile.
 """
 
+import sys
+from functools import wraps
+
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from lab.visible import refuse_transforms
 
 BLIND = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5)  # what watches sees no x[index]
 
@@ -22,13 +27,16 @@ class _Watch(TorchFunctionMode):
         self.plain = WeakTensorKeyDictionary({x: True for x in position})  # made, without gradient
         self.read = {}  # id: (tensor, stand-in)
         self.fixed = {}  # id: a tensor that wants no gradient
+        self.given = []  # both, and those of torch.func
 
     def stand_in(self, x):
         if not isinstance(x, torch.Tensor) or x in self.made:
             return x
+        if not x.requires_grad and x in self.plain:
+            return x
+        self.given.append(x)
         if not x.requires_grad:
-            if x not in self.plain:
-                self.fixed[id(x)] = x
+            self.fixed[id(x)] = x
             return x
         return self.read.setdefault(id(x), (x, x.detach().requires_grad_()))[1]
 
@@ -41,12 +49,27 @@ class _Watch(TorchFunctionMode):
         return result
 
 
+def never_compiled(function):
+    """Keep torch.compile out of a function, without loading it: that takes seconds."""
+    @wraps(function)
+    def call(*args):
+        if "torch._dynamo" in sys.modules:
+            return torch.compiler.disable(function)(*args)
+        return function(*args)
+
+    return call
+
+
+@never_compiled
 def watch(score_mod, score, *position):
     """Return score_mod(score, *position) with its graph, [(tensor, stand-in)], what it learns, and
     the other tensors that it reads.
     """
     with torch.enable_grad(), _Watch(score, *position) as watched:
-        changed = score_mod(score, *position)
+        try:
+            changed = score_mod(score, *position)
+        finally:  # an operator would make another error of this one
+            refuse_transforms(*watched.given)
         return (watched.stand_in(changed), list(watched.read.values()),
                 list(watched.fixed.values()))
 
@@ -55,9 +78,9 @@ def writes_nothing(score_mod):
     """Return score_mod, held to leave the scores that it gets as they are."""
 
     def call(score, *position):
-        version = score._version
+        version = None if score.is_inference() else score._version  # those count no writes
         changed = score_mod(score, *position)
-        if score._version != version:
+        if version is not None and version != score._version:
             raise ValueError("score_mod must return new scores, got one that writes in place to "
                              "those that it was given: only the forward alone takes it")
         return changed
@@ -102,6 +125,7 @@ class Learning:
         self.tile = score, position
         return self.score_mod(score, *position)
 
+    @torch.inference_mode(False)  # in which there is no graph
     def backward(self, dS_block):
         """Return the gradient of the raw scores, from that of the changed ones; add to the sums.
 

@@ -220,7 +220,14 @@ class Visible:
 
     def modified(self, S, rows, cols):
         """Return what score_mod makes of a tile's scores [..., Hkv, G, Br, Bc]."""
-        return self.score_mod(S, *self.positions(rows, cols))
+        changed = self.score_mod(S, *self.positions(rows, cols))
+        if not isinstance(changed, torch.Tensor):
+            raise TypeError(f"score_mod must return a tensor, got {type(changed).__name__}")
+        sides = zip(reversed(changed.shape), reversed(S.shape))
+        if changed.dim() > S.dim() or any(have not in (1, want) for have, want in sides):
+            raise ValueError(f"score_mod must return scores that broadcast to those it was given, "
+                             f"{tuple(S.shape)}, got shape {tuple(changed.shape)}")
+        return changed
 
     def positions(self, rows, cols):
         """Return b, h, q_idx and kv_idx of a tile, as score_mod gets them: they broadcast to it."""
@@ -294,8 +301,9 @@ def same(x):
 
 
 def wants_gradient(*tensors):
-    """Return whether a gradient is to be computed for one of these tensors; None is no tensor."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    """Return whether a gradient is to be computed for one of these tensors; None is none."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
 
 
 def refuse_gradients(**inputs):
@@ -310,8 +318,8 @@ def refuse_transforms(*tensors):
     """Raise TypeError for a tensor of torch.func, of which there is no tile to write to."""
     is_one = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)  # torch 2.2
     if is_one and not is_compiling() and any(map(is_one, filter(torch.is_tensor, tensors))):
-        raise TypeError("Q, K, V and attn_mask must be plain tensors, got one inside vmap, grad or "
-                        "jvp of torch.func: standard_attention takes such")
+        raise TypeError("Q, K, V, attn_mask and what score_mod reads must be plain tensors, got "
+                        "one inside vmap, grad or jvp of torch.func: standard_attention takes it")
 
 
 def fill(x, where, value):

@@ -44,6 +44,19 @@ def test_neighbours_heads_and_seeds_are_dropped_independently():
         assert correlation.abs() < 4.5 / math.sqrt(a.numel())
 
 
+def test_no_diagonal_and_no_mirror_image_is_dropped_alike():
+    N, p = 256, 0.1
+    excess = whole_mask(p, 0, N).double() - p  # of the seed whose first state is 0
+    for mirrored in (excess, excess.flip(-1)):
+        for offset in range(-200, 201):
+            shares = mirrored.diagonal(offset, -2, -1)  # [2, 3, N - |offset|]
+            deviation = math.sqrt(p * (1 - p) / shares.shape[-1])
+            assert shares.mean(-1).abs().max() < 6 * deviation
+    for shift in (-1, 0, 1):  # its own mirror image has a diagonal that is alike
+        alike = (excess.roll(shift, -1) * excess.mT).mean()
+        assert alike.abs() < p / N + 5 * p * math.sqrt(2 / excess.numel())
+
+
 def test_a_hash_is_what_its_definition_gives():
     """With Python's own whole numbers, entry by entry."""
     def scrambled(n):
@@ -55,7 +68,7 @@ def test_a_hash_is_what_its_definition_gives():
         state = scrambled(seed % 2**32)
         state = scrambled((state + (seed >> 32)) % 2**32)
         state = scrambled((state + head) % 2**32)
-        return scrambled(scrambled(state ^ i) ^ scrambled(j + 1))
+        return scrambled(scrambled(state ^ i) ^ scrambled(scrambled(j + 1)))
 
     seed, Q = 2**40 + 5, torch.empty(2, 3, 9, 4)
     found = Dropout(0.3, seed, Q).dropped(slice(4, 7), slice(2, 9))

@@ -235,6 +235,34 @@ def test_the_backward_takes_what_it_differentiates_and_refuses_the_rest():
         flash_attention_backward(dO, Q, K, V, *saved, **options)
     with pytest.raises(TypeError, match="return_lse"):
         flash_attention_backward(dO, Q, K, V, *saved, return_lse=True)
+    O, m, l = saved
+    for wrong in (dict(O=O[..., :1]), dict(m=m[..., :3]), dict(l=l[0]), dict(dO=dO[..., :4, :])):
+        [name] = wrong
+        with pytest.raises(ValueError, match=f"^{name} must be "):
+            flash_attention_backward(**{"dO": dO, "Q": Q, "K": K, "V": V, "O": O, "m": m, "l": l,
+                                        **wrong})
+    for mask in (None, torch.ones(7, 7, dtype=torch.bool)):
+        with pytest.raises(TypeError, match="mask_gradient takes an attn_mask of floats"):
+            flash_attention_backward(dO, Q, K, V, *saved, mask_gradient=True, attn_mask=mask)
+
+
+@pytest.mark.parametrize("wrong, error, said", [
+    (3, TypeError, "score_mod must be a function or None, got int"),
+    (lambda s, *_: None, TypeError, "score_mod must return a tensor, got NoneType"),
+    (lambda s, *_: 1.0, TypeError, "score_mod must return a tensor, got float"),
+    (lambda s, *_: s[..., :1, :1].expand(9, 9, *s.shape), ValueError, "scores that broadcast")])
+@pytest.mark.parametrize("attend", [flash_attention, flash_attention_forward, standard_attention])
+def test_what_is_no_score_mod_is_told(attend, wrong, error, said):
+    with pytest.raises(error, match=said):
+        attend(*inputs(), score_mod=wrong)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_what_is_no_tensor_is_told_as_by_the_forward(place):
+    tensors = [*inputs(), torch.zeros(7, 7)]
+    tensors[place] = [[1.0]]
+    with pytest.raises(TypeError, match=" must be a .* tensor, got list"):
+        flash_attention(*tensors[:3], attn_mask=tensors[3])
 
 
 def test_what_is_learned_and_changed_before_the_backward_is_noticed():
@@ -396,6 +424,41 @@ def test_a_forward_with_a_mask_is_one_graph():
     for module in (compiled, exported):
         for a, b in zip(module(*QKV, mask), expected):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+
+
+def test_what_is_learned_is_found_under_torch_compile_too():
+    def softcapped(attend):
+        tensors, cap = [x.float().requires_grad_() for x in inputs()], leaf(1)
+        def call(*QKV):
+            return attend(*QKV, score_mod=lambda s, *_: cap.exp() * torch.tanh(s))
+        return torch.autograd.grad(call(*tensors).sum() if attend is standard_attention else
+                                   torch.compile(call, backend="eager")(*tensors).sum(),
+                                   [*tensors, cap])
+
+    for a, b in zip(softcapped(flash_attention), softcapped(standard_attention)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_a_backward_runs_in_inference_mode():
+    QKV, options = inputs(), {"score_mod": lambda s, *_: torch.tanh(s)}
+    saved = flash_attention_forward(*QKV, return_m_l=True, **options)
+    expected = flash_attention_backward(torch.ones_like(QKV[0]), *QKV, *saved, **options)
+    with torch.inference_mode():
+        Q, K, V = (x.clone() for x in QKV)
+        found = flash_attention_backward(torch.ones_like(Q), Q, K, V, *saved, **options)
+    for a, b in zip(found, expected):
+        assert torch.equal(a, b)
+
+
+def test_transforms_of_what_score_mod_reads_are_refused():
+    QKV, slopes = [x.requires_grad_() for x in inputs()], torch.ones(2, 1)
+
+    def attend(slope):
+        return flash_attention(*QKV, score_mod=lambda s, *_: s * slope).sum()
+
+    for transformed in (torch.func.vmap(attend), lambda x: torch.func.grad(attend)(x[0, 0])):
+        with pytest.raises(TypeError, match="what score_mod reads must be plain tensors"):
+            transformed(slopes)
 
 
 @pytest.mark.parametrize("attend", [flash_attention, flash_attention_forward])
