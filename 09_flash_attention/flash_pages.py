@@ -43,6 +43,8 @@ class PagedCache:
     """
 
     def __init__(self, pages, page, kv_heads, d, dv=None, *, dtype=torch.float32, device="cpu"):
+        if page < 1:
+            raise ValueError(f"page must be 1 or more tokens, got {page}")
         lead, dv = (pages, page, kv_heads), d if dv is None else dv
         self.K_pages = torch.empty(*lead, d, dtype=dtype, device=device)
         self.V_pages = torch.empty(*lead, dv, dtype=dtype, device=device)

@@ -20,7 +20,7 @@ from lab import triton_tools
 from lab.triton_tools import (  # noqa: F401  DTYPES, MOST_COLUMNS and unserved for others
     DTYPES, INTERPRETED, LN_2, LOWEST, MOST_COLUMNS, check_served, check_tile, hide, launch,
     load_rows, store_rows, tiles_of, unserved)
-from lab.visible import Visible, wants_gradient
+from lab.visible import Visible, refuse_transforms, wants_gradient
 from flash_triton_backward import flash_attention_triton_backward
 
 import torch
@@ -142,6 +142,7 @@ def flash_attention_triton(Q, K, V, *, causal=False, q_start=None, window=None, 
     Raises ValueError also for a device that Triton can't serve, TypeError for float64, RuntimeError
     for a second derivative.
     """
+    refuse_transforms(Q, K, V)
     options = {"causal": causal, "q_start": q_start, "window": window, "scale": scale}
     scale = Visible(Q, K, V, **options).scale
     check_served(Q, V)

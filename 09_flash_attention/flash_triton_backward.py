@@ -182,7 +182,13 @@ def dK_dV_kernel(Q, K, V, dO, m, l, D_all, dK, dV, q_b, q_h, q_n, q_d, k_b, k_h,
         head = tl.cast(block // key_blocks, tl.int64)
         b, h = head // (H // G), head % (H // G)
         K_block = load_rows(K + b * k_b + h * k_h, first, Nk, k_n, k_d, Bc, d, D, True, NPU)
-        V_block = load_rows(V + b * v_b + h * v_h, first, Nk, v_n, v_d, Bc, dv, DV, True, NPU)
+        seen = Nk  # of a V that no query sees, NaN may not reach dK: its P is 0, and 0 * NaN is NaN
+        if UPPER:
+            seen = tl.minimum(Nk, tl.maximum(first, Nq + upper))
+        V_block = load_rows(V + b * v_b + h * v_h, first, seen, v_n, v_d, Bc, dv, DV, True, NPU)
+        if LOWER:
+            j = tl.arange(0, Bc).to(tl.float32)  # as floats: see `hide`
+            V_block = tl.where((j >= tl.cast(lower - first, tl.float32))[:, None], V_block, 0.0)
         start, whole, end, stop = tiles_of(first, tl.minimum(first + Bc, Nk), Nq, -upper, -lower,
                                            Br, UPPER, LOWER)
         dK_block = tl.zeros([Bc, D], tl.float32)

@@ -3,14 +3,19 @@
 import torch
 
 from lab.checks import check_call
+from lab.visible import refuse_gradients
 
 
 def check_new(lead, K_new, V_new, K_buffer, V_buffer):
     """Raise ValueError or TypeError unless K_new is [*lead, n, d] and V_new [*lead, n, dv], of the
     dtype and the device of the buffers [..., d] and [..., dv].
     """
+    both = ("K_new", K_new, K_buffer), ("V_new", V_new, V_buffer)
+    for name, new, _ in both:
+        if not isinstance(new, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(new).__name__}")
     n = K_new.shape[-2] if K_new.dim() > 1 else "n"
-    for name, new, buffer in (("K_new", K_new, K_buffer), ("V_new", V_new, V_buffer)):
+    for name, new, buffer in both:
         if new.shape != (*lead, n, buffer.shape[-1]):
             wanted = ", ".join(map(str, (*lead, "n", buffer.shape[-1])))
             raise ValueError(f"{name} must be [{wanted}] with one n for both, "
@@ -19,6 +24,7 @@ def check_new(lead, K_new, V_new, K_buffer, V_buffer):
             raise TypeError(f"{name} must have the cache's {buffer.dtype}, got {new.dtype}")
         if new.device != buffer.device:
             raise ValueError(f"{name} must be on {buffer.device}, got {new.device}")
+    refuse_gradients(K_new=K_new, V_new=V_new)  # the graph would hold the whole cache
 
 
 def check_paged(Q, K_pages, V_pages, block_table, lengths, window, scale):

@@ -184,14 +184,16 @@ def test_what_lies_outside_is_never_read_into_it_whatever_the_chip_loads(monkeyp
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_keys_that_no_query_sees_may_be_nan():
+@pytest.mark.parametrize("band, unseen", [
+    (dict(causal=True, q_start=0), slice(20, 70)), (dict(window=(3, None), q_start=40), slice(37)),
+    (dict(window=(3, 2), q_start=40), [*range(37), *range(62, 70)])], ids=str)
+def test_keys_that_no_query_sees_may_be_nan(band, unseen):
     Q, K, V = inputs(20, 70, dtype=torch.float32)
     dO = dO_of(Q, V)
-    expected = found(Q, K, V, dO, causal=True, q_start=0)
-    K[:, 20:], V[:, 20:] = math.nan, math.inf
-    got = found(Q, K, V, dO, causal=True, q_start=0)
-    for x, y in zip(got, expected):
-        assert torch.equal(x[:, :20], y[:, :20])
+    expected = found(Q, K, V, dO, **band)
+    K[:, unseen], V[:, unseen] = math.nan, math.inf
+    for x, y in zip(found(Q, K, V, dO, **band), expected):
+        assert torch.equal(x, y)
 
 
 # What is kept, what is visited
