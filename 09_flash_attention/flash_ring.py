@@ -48,12 +48,8 @@ def positions(rank, ranks, N, zigzag=False):
 
     Raises ValueError where the pieces are not equally long.
     """
-    pieces = 2 * ranks if zigzag else ranks
-    if N % pieces:
-        raise ValueError(f"N must be a multiple of {pieces} for {ranks} ranks"
-                         f"{', zigzag' * zigzag}, got {N}")
-    parts = torch.arange(N).chunk(pieces)
-    return torch.cat((parts[rank], parts[-1 - rank])) if zigzag else parts[rank]
+    n, mine = ring_tools.piece(ranks, N, zigzag), (rank, 2 * ranks - 1 - rank)[: 1 + zigzag]
+    return torch.cat([torch.arange(i * n, (i + 1) * n) for i in mine])
 
 
 def meeting(rank, source, n, causal, zigzag):
@@ -266,7 +262,7 @@ def train(args, device, cases):
             trainings = [Training(TEXT.read_text(), shape, ("flash",), batch=4, device=device,
                                   seed=args.seed) for _ in range(2)]
         except ValueError as refusal:
-            raise cli.Refused(str(refusal)) from refusal
+            raise processes.AllRefused(str(refusal)) from refusal
         mine = positions(*place(), case.Nq, zigzag=True).to(device)
         rows = ring_tools.train(*trainings, partial(ring_attention, zigzag=True), mine, args.steps)
         ring_show.print_training(rows)
@@ -293,8 +289,10 @@ FIXED = ("batch", "dtype", "heads", "kv_heads", "head_dim", "seq_len")  # in the
 
 
 def check(args, options):
-    """Refuse what can't be served before a rank is started; fill in what depends on --ranks."""
-    processes.check(args, options)
+    """Refuse what can't be served before a rank is started; fill in what depends on --ranks, and
+    args.cases, {mode: its cases, None where it needs no other rank}.
+    """
+    device = processes.check(args, options)
     fixed = {"train": FIXED[:-1], "merge": FIXED, "links": FIXED}.get(args.mode, ())
     for name in (name for name in fixed if getattr(args, name)):
         options.error(f"argument --{name.replace('_', '-')}: --mode {args.mode} takes none")
@@ -306,25 +304,26 @@ def check(args, options):
         if "ulysses" in args.attention and (getattr(args, name) or 0) % args.ranks:
             options.error(f"argument --{name.replace('_', '-')}: a multiple of {args.ranks} for "
                           f"ulysses is taken, got {getattr(args, name)}; or take --attention ring")
-    for N in args.seq_len or ():
-        try:
-            positions(0, args.ranks, N, "zigzag" in args.attention or args.mode in ("train", "all"))
-        except ValueError as refusal:
-            options.error(f"argument --seq-len: {refusal}")
+    args.cases = {
+        mode: rows and lesson.cases_of(args, options, device, (rows * args.ranks,))
+        for mode, (_, rows) in MODES.items() if args.mode in (mode, "all")}
+    try:
+        ring_tools.check_cases(
+            args.cases, args.ranks, "zigzag" in args.attention or "train" in args.cases)
+    except (ValueError, cli.Refused) as refusal:
+        options.error(f"argument --seq-len: {refusal}")
 
 
-def run(options, asked, alone):
-    """Run the modes `asked`, with the other ranks or alone; return the exit status."""
-    args, device, _ = lesson.begin(options, check=lambda args: check(args, options))
-    if not alone:
+def run(options):
+    """Run the modes asked for, the ranks together or one alone; return the exit status."""
+    args, device, _ = lesson.begin(options, check=partial(check, options=options))
+    together, found = any(args.cases.values()), []
+    if together:
         processes.join(device, args.patience)
-    found = []
-    for mode in asked:
-        tool, rows = MODES[mode]
-        if rows or processes.is_first():
-            cases = rows and lesson.cases_of(args, options, device, (rows * args.ranks,))
-            found += [(mode, row) for row in tool(args, device, cases)]
-    if not alone:
+    for mode, cases in args.cases.items():
+        if cases or processes.is_first():
+            found += [(mode, row) for row in MODES[mode][0](args, device, cases)]
+    if together:
         processes.leave()
     return lesson.finish(args, device, found) if processes.is_first() else 0
 
@@ -337,11 +336,11 @@ def main():
     add("--mode", choices=[*MODES, "all"], default="verify", help="(verify)")
     add("--attention", nargs="+", choices=NAMES, default=NAMES, help=f"({' '.join(NAMES)})")
     add("--steps", type=cli.whole_number(1), default=10, help="of --mode train (10)")
+    if processes.is_rank():
+        return processes.as_rank(partial(run, options))
     args = options.parse_args()
     check(args, options)
-    asked = MODES if args.mode == "all" else [args.mode]
-    alone = all(MODES[mode][1] is None for mode in asked)
-    return processes.run(partial(run, options, asked, alone), 0 if alone else args.ranks)
+    return processes.start_again(args, options) if any(args.cases.values()) else run(options)
 
 
 if __name__ == "__main__":

@@ -156,6 +156,8 @@ def file_to_write(text):
 
     Of several the last is checked, when all is read.
     """
+    if not text:
+        raise argparse.ArgumentTypeError("a file is taken, got ''")
     return text
 
 

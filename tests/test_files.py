@@ -118,7 +118,7 @@ def test_parts_of_a_killed_run_are_swept_and_those_of_a_living_one_kept(tmp_path
 
 @pytest.mark.parametrize("path", [
     "/proc/x.json", "dead/x.json", "dead.json", "a" * 300, "folder", "new/", "file/x.json",
-    "/dev/fd/987", "loop"])
+    "/dev/fd/987", "loop", ""])
 def test_what_can_not_be_written_is_refused_before_the_work(path, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("dead").symlink_to("nowhere")

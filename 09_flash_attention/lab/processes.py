@@ -21,20 +21,24 @@ import torch
 import torch.distributed as dist
 
 from common.cli import Refused, is_out_of_memory, whole_number
-from common.device import choose
+from common.device import DeviceError, accelerator, choose
 from common.report import console
 from lab.bench import reason
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 FOLDER = "RANKS_MEET_IN"  # in the environment of a rank that was started here
 GRACE = 1.0  # seconds for ranks that fail because another did
-LOST = r"waited for|closed by peer|reset by peer|[Tt]imed out|Broken pipe"
+LOST = r"waited for|closed by peer|reset by peer|[Tt]imed out|[Tt]imeout|Broken pipe"
 PHASE = str(Path(__file__).resolve().parents[1])
 _objects = None  # the group that exchanges Python objects, where the ranks' own can't
 
 
 class RankFault(BaseException):
     """What a rank can't go on from; the cause is told. No `except Exception` makes it a result."""
+
+
+class AllRefused(Refused):
+    """What all ranks are refused alike, so that one of them tells it."""
 
 
 def is_rank():
@@ -48,7 +52,12 @@ def is_first():
 
 
 def add_options(options):
-    """Add --ranks and --patience to a parser. --device is cpu, but auto where torchrun started."""
+    """Add --ranks and --patience to a parser. --device is cpu, but auto where torchrun started.
+
+    In a rank an error of the options is raised, for `as_rank` to tell.
+    """
+    if is_rank():
+        options.error = _refuse
     options.set_defaults(device="auto" if is_rank() and FOLDER not in os.environ else "cpu")
     options.add_argument("--ranks", type=whole_number(1, 64), metavar="P",
                          help="how many processes (4, or as many as torchrun started)")
@@ -56,29 +65,44 @@ def add_options(options):
                          help="seconds that a rank waits for another (120)")
 
 
+def _refuse(message):
+    raise AllRefused(" ".join(message.split()))
+
+
 def check(args, options):
-    """Refuse what no ranks can be had for; give a rank a device of its own, and args.ranks."""
+    """Refuse what no ranks can be had for; return the device that was asked for.
+
+    args.device becomes its kind, or in a rank the rank's own card; args.ranks how many there are.
+    """
     if not dist.is_available():
         raise Refused(f"torch {torch.__version__} is built without torch.distributed; pip install "
                       "torch has it")
     ranks = int(os.environ.get("WORLD_SIZE", args.ranks or 4))
     if args.ranks not in (None, ranks):
         options.error(f"argument --ranks: {ranks} were started, got {args.ranks}")
-    if ":" in args.device and ranks > 1 and not is_rank():
+    if ":" in args.device and ranks > 1:
         options.error(f"argument --device: each rank takes a card of its own, got {args.device!r}")
     args.ranks = ranks
-    if is_rank():
-        kind = choose(args.device).type
-        args.device = kind if kind == "cpu" else f"{kind}:{os.environ.get('LOCAL_RANK', 0)}"
+    try:
+        device = choose(args.device)
+    except DeviceError as refusal:
+        options.error(str(refusal))
+    if ":" not in args.device:
+        args.device = device.type
+        if is_rank() and device.type != "cpu":
+            args.device += f":{os.environ.get('LOCAL_RANK', 0)}"
+    return device
 
 
-def run(work, ranks):
-    """Return the exit status of work(): here where `ranks` is 0 or this process is a rank, else in
-    so many ranks, each the command of this process once more.
+def start_again(args, options):
+    """Run the command of this process as args.ranks ranks, each on a card of its own; return their
+    exit status. What --device auto means is settled here, once.
     """
-    if not ranks:
-        return work() if is_first() else 0
-    return as_rank(work) if is_rank() else start(ranks, [sys.executable, *sys.argv])
+    cards = accelerator(args.device.partition(":")[0])
+    if cards and cards.device_count() < args.ranks:
+        options.error(f"argument --ranks: each rank takes a card of its own and "
+                      f"{cards.device_count()} are seen, got {args.ranks}")
+    return start(args.ranks, [sys.executable, *sys.argv, "--device", args.device])
 
 
 def start(ranks, command):
@@ -119,8 +143,12 @@ def _watch(children, folder):
         if None not in codes:
             return 0
         time.sleep(0.02)
-    time.sleep(GRACE)
-    status, line = _first_fault([child.poll() for child in children], folder)
+    for _ in range(10):
+        time.sleep(GRACE)
+        codes = [child.poll() for child in children]
+        status, line = _first_fault(codes, folder)
+        if "does not answer" not in line or codes.count(None) == 1:
+            break  # of several who are silent, some may still wait for the others
     if line:
         print(f"{sys.argv[0]}: {line}", file=sys.stderr)
     return status
@@ -151,7 +179,9 @@ def _first_fault(codes, folder):
 
 
 def as_rank(work):
-    """Return the exit status of work(); a fault is told in one line, with the rank before it."""
+    """Return the exit status of work(); a fault is told in one line, with the rank before it where
+    it is one rank's own.
+    """
     if FOLDER in os.environ:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
         threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -171,16 +201,20 @@ def _end_with_parent():
 
 
 def _tell(fault):
-    """Leave the line of a fault to the process that started this one, or print it."""
+    """Leave the line of a fault to the process that started this one, or print it; where all ranks
+    have the same to print, rank 0 does.
+    """
+    alike = isinstance(fault, AllRefused)
     refused = isinstance(fault, Refused) or is_out_of_memory(fault)
     said = str(fault) if refused else reason(fault)
     said = re.sub(r"\[/\S+\] |\. This is typically.*", "", said)  # gloo's source, gloo's advice
     frames = [f for f in traceback.extract_tb(fault.__traceback__) if f.filename.startswith(PHASE)]
     if frames and not refused and not re.search(LOST, said):
         said += f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
-    status, line = 2 if refused else 1, f"rank {os.environ['RANK']}: {said}"
+    status, line = 2 if refused else 1, said if alike else f"rank {os.environ['RANK']}: {said}"
     if FOLDER not in os.environ:
-        print(line, file=sys.stderr)
+        if is_first() or not alike:
+            print(f"{sys.argv[0]}: {line}", file=sys.stderr)
         return status
     part = Path(os.environ[FOLDER]) / f"part{os.environ['RANK']}"
     part.write_text(json.dumps([time.time(), status, line]))

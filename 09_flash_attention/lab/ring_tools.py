@@ -4,6 +4,8 @@ A form is (name, attend, places): attend(Q, K, V) of a rank's rows, and which ro
 places[rank].
 """
 
+import math
+import os
 from functools import partial
 from itertools import cycle
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from common.memory import measure_peak
 from common.timing import quartiles, time_in_turn
-from lab.bench import Candidate, verify
+from lab.bench import Candidate, need_room, verify
 from lab.cases import Case
 from lab.processes import RankFault, gather
 from lab.ring_link import Link, place
@@ -43,6 +45,32 @@ def whole(attend, places, *inputs):
         raise RankFault from fault
     order = torch.cat(places).argsort()
     return [torch.cat(some, dim=-2)[..., order, :] for some in zip(*parts)]
+
+
+def piece(ranks, N, zigzag):
+    """Return how long the pieces are that N rows are cut into: one a rank, with zigzag two.
+
+    Raises ValueError where they are not equally long.
+    """
+    pieces = 2 * ranks if zigzag else ranks
+    if N % pieces:
+        raise ValueError(f"N must be a multiple of {pieces} for {ranks} ranks"
+                         f"{', zigzag' * zigzag}, got {N}")
+    return N // pieces
+
+
+def check_cases(cases, ranks, zigzag):
+    """Check cases, {mode: some or None}: that they can be cut into pieces, and that the ranks of
+    this machine can each hold the whole case: in `verify` its N x N matrices, and in `speed` what
+    is drawn in float32 and then converted. Raises ValueError and Refused.
+    """
+    here, cpu = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), torch.device("cpu")
+    for mode, case in ((mode, case) for mode, some in cases.items() for case in some or ()):
+        piece(ranks, case.Nq, zigzag)
+        *lead, N, _ = case.shapes[0]
+        each = {"verify": 8 * 8 * math.prod(lead) * N * N,
+                "speed": 2 * 4 * sum(map(math.prod, case.shapes))}.get(mode, 0)
+        need_room(f"{mode} {case.shape} on {here} ranks", here * each, cpu)
 
 
 def verify_forms(case, standard, forms, *, device, seed):

@@ -13,6 +13,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 PHASE = Path(__file__).resolve().parent.parent
 sys.path[:0] = [] if "pytest" in sys.modules else [str(PHASE), str(PHASE.parent)]
@@ -135,9 +136,21 @@ def sleep(folder):
 
 JOBS = {"compute": compute_all, "fault": fault, "sleep": sleep}
 
+
+def parents(folders):
+    """Fork a process for each folder that starts a rank; print their pids and how they ended."""
+    pids = []
+    for folder in folders:
+        pids.append(os.fork())
+        if not pids[-1]:
+            cli.serve(lambda folder=folder: processes.start(1, [*HERE, "sleep", folder]))
+    print(json.dumps(pids), flush=True)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "parent":
-        cli.serve(lambda: processes.start(1, [*HERE, "sleep", sys.argv[2]]))
+    if sys.argv[1] == "parents":
+        sys.exit(parents(sys.argv[2:]))
     sys.exit(processes.as_rank(partial(JOBS[sys.argv[1]], sys.argv[2])))
 
 import pytest  # noqa: E402  a rank needs none
@@ -298,6 +311,8 @@ LOST = "waited for ranks 1 and 3: Connection closed by peer"
     ([1, 0, 7, 1], {0: LOST, 3: LOST}, "rank 2 ended with 7", 1),
     ([1, 1, 1, 1], {0: LOST, 1: LOST, 3: LOST}, "rank 2 ended with 1", 1),
     ([1, -6, 1, 1], {0: LOST, 2: "planted", 3: LOST}, "rank 2: planted", 1),
+    ([1, None], {0: "RuntimeError: Wait timeout"},
+     "rank 1 does not answer; rank 0: RuntimeError: Wait timeout", 1),
     ([1, -9, 1, 1], {0: LOST, 2: LOST, 3: LOST}, "rank 1 was ended by SIGKILL", 1),
     ([1, None, 1, 1], {3: LOST, 0: LOST, 2: LOST}, f"rank 1 does not answer; rank 3: {LOST}", 1),
     ([2, 2, 2, 2], {1: "no room", 0: "no room", 2: "no room"}, "rank 1: no room", 2)])
@@ -307,18 +322,35 @@ def test_the_line_names_the_fault_that_the_others_follow_from(tmp_path, codes, t
     assert processes._first_fault(codes, tmp_path) == (status, words)
 
 
+def test_a_rank_that_still_waits_is_not_taken_for_the_silent_one(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(processes, "GRACE", 0.01)
+    asked = []
+
+    def tell(rank):
+        (tmp_path / f"fault{rank}").write_text(json.dumps([rank, 1, f"rank {rank}: {LOST}"]))
+        return 1
+
+    def poll_0():  # it gives up later than rank 2
+        asked.append(0)
+        return tell(0) if len(asked) > 3 else None
+
+    polls = poll_0, lambda: None, lambda: tell(2)
+    assert processes._watch([SimpleNamespace(poll=poll) for poll in polls], tmp_path) == 1
+    assert f"rank 1 does not answer; rank 0: {LOST}" in capsys.readouterr().err
+
+
 def test_no_rank_outlives_who_started_it(tmp_path):
     ends = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}
-    parents = {}
-    for number in ends:
-        (tmp_path / number.name).mkdir()
-        parents[number] = subprocess.Popen([*HERE, "parent", str(tmp_path / number.name)])
-    ranks = {number: wait_for(lambda n=number: len(pids(tmp_path / n.name)) == 1 and pids(
-        tmp_path / n.name)) for number in ends}
-    for number, parent in parents.items():
-        parent.send_signal(number)
-        assert parent.wait(timeout=30) == ends[number]
-        assert wait_for(lambda n=number: not any(map(runs, ranks[n])))
+    folders = [tmp_path / number.name for number in ends]
+    for folder in folders:
+        folder.mkdir()
+    program = subprocess.Popen([*HERE, "parents", *map(str, folders)], stdout=subprocess.PIPE)
+    ranks = [wait_for(lambda folder=folder: pids(folder)) for folder in folders]
+    for number, parent, [rank] in zip(ends, json.loads(program.stdout.readline()), ranks):
+        assert runs(rank)
+        os.kill(parent, number)
+        assert wait_for(lambda rank=rank: not runs(rank))
+    assert json.loads(program.communicate(timeout=60)[0]) == list(ends.values())
 
 
 def pids(folder):
@@ -374,13 +406,77 @@ def test_all_modes_run_on_two_ranks(monkeypatch, tmp_path, capfd):
     assert shown.count("device: cpu") == 1 and "FAIL" not in shown and "NO" not in shown
 
 
-def test_a_rank_that_torchrun_started_joins_the_others():
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, flash_ring.__file__, "--mode", "memory", "--seq-len", "16", "--device",
-         "cpu"], env={**os.environ, **environment}, capture_output=True, text=True)
-    assert done.returncode == 0 and "on 1 ranks" in done.stdout, done.stderr
+@pytest.fixture
+def torchrun(monkeypatch):
+    """Make this process a rank as torchrun does."""
+    monkeypatch.setattr(processes.console, "quiet", False)  # a rank changes it
+
+    def become(rank, ranks):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks),
+                            ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", 0)):
+            monkeypatch.setenv(name, str(value))
+
+    return become
+
+
+def test_a_rank_that_torchrun_started_joins_the_others(torchrun, monkeypatch, capsys):
+    torchrun(0, 1)
+    assert call(monkeypatch, *"--mode memory --seq-len 16 --device cpu".split()) == 0
+    assert "on 1 ranks" in capsys.readouterr().out and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_all_ranks_are_refused_rank_0_tells(torchrun, monkeypatch, capsys, rank):
+    torchrun(rank, 2)
+    assert call(monkeypatch, "--heads", "3", "--device", "cpu") == 2
+    said = capsys.readouterr().err
+    wanted = (f"{flash_ring.__file__}: argument --heads: a multiple of 2 for ulysses is taken, "
+              "got 3; or take --attention ring\n")
+    assert said == ("" if rank else wanted)
+
+
+def test_what_one_rank_is_refused_it_tells_itself(torchrun, monkeypatch, capsys):
+    torchrun(1, 2)
+    assert processes._tell(cli.Refused("no card")) == 2
+    assert capsys.readouterr().err.endswith(": rank 1: no card\n")
+
+
+def test_what_ranks_are_refused_is_one_line_and_2(torchrun, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv(processes.FOLDER, str(tmp_path))
+    for rank in (0, 1):
+        torchrun(rank, 2)
+        options = cli.Parser(None)
+        processes.add_options(options)
+        with pytest.raises(processes.AllRefused) as refused:
+            options.parse_args(["--ranks", "0"])
+        assert processes._tell(refused.value) == 2
+    assert processes._first_fault([2, 2], tmp_path) == (
+        2, "argument --ranks: a whole number from 1 to 64 is taken, got '0'")
+    assert not capsys.readouterr().err
+
+
+def test_a_card_that_is_named_is_taken_and_more_ranks_than_cards_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(processes, "choose", torch.device)
+    cards = SimpleNamespace(device_count=lambda: 2)
+    monkeypatch.setattr(processes, "accelerator", lambda kind: cards if kind == "cuda" else None)
+    started = []
+    monkeypatch.setattr(processes, "start", lambda ranks, command: started.append(command) or 0)
+    for options, device in (("--ranks 2 --device cuda", "cuda"), ("--ranks 3", "cpu"),
+                            ("--ranks 1 --device cuda:1", "cuda:1")):
+        assert call(monkeypatch, *options.split()) == 0
+        assert started.pop()[-2:] == ["--device", device]
+    assert call(monkeypatch, "--ranks", "3", "--device", "cuda") == 2
+    assert "a card of its own and 2 are seen, got 3" in capsys.readouterr().err and not started
+
+
+def test_a_rank_keeps_the_card_that_is_named_or_takes_its_own(torchrun, monkeypatch):
+    monkeypatch.setattr(processes, "choose", torch.device)
+    for rank, ranks, name, device in ((0, 1, "cuda:1", "cuda:1"), (1, 2, "cuda", "cuda:1"),
+                                      (1, 2, "cpu", "cpu")):
+        torchrun(rank, ranks)
+        args = SimpleNamespace(device=name, ranks=None)
+        assert processes.check(args, cli.Parser(None)).type == device.partition(":")[0]
+        assert args.device == device
 
 
 @pytest.mark.parametrize("options, words", [
@@ -394,8 +490,15 @@ def test_a_rank_that_torchrun_started_joins_the_others():
     ("--mode links --seq-len 8", "argument --seq-len: --mode links takes none"),
     ("--attention ring --mode all --seq-len 4", "a multiple of 8 for 4 ranks, zigzag, got 4"),
     ("--plot figures", "argument --plot: merge is drawn, got --mode verify"),
+    ("--device foo", "device must be auto, cpu, cuda[:i] or npu[:i], got 'foo'"),
+    ("--ranks 3 --attention ring --heads 4 --kv-heads 3", "of --heads is taken, got 3 of 4"),
+    ("--seq-len 2000000000 --attention ring", "Q, K and V of 1x8x2000000000x64"),
+    ("--seq-len 131072", "argument --seq-len: verify 1x8x131072x64 1x4x131072x64 1x4x131072x64 "
+     "on 4 ranks needs 32768.0 GiB on cpu"),
 ])
 def test_what_can_not_be_served_ends_with_one_line_and_2(monkeypatch, capsys, options, words):
+    for place, name in ((processes, "start"), (torch, "arange")):  # no rank, and no positions
+        monkeypatch.setattr(place, name, lambda *_, name=name: pytest.fail(name))
     assert call(monkeypatch, *options.split()) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert words in line
