@@ -1,13 +1,16 @@
-"""What checks an exercise: `serve` runs its CASES on the reader's functions and says one line.
+"""What checks an exercise: `serve` runs its cases on the reader's functions and says one line.
 
-Importing it finds the lessons, `lab` and `common`.
+The cases of exercises/NN_name.py are CASES of exercises/checks/NN_name.py. Importing this module
+finds the lessons, `lab` and `common`.
 """
 
 import copy
+import importlib.util
 import sys
 import traceback
+import warnings
 from dataclasses import dataclass, field
-from os.path import basename, dirname, realpath
+from os.path import basename, dirname, join, realpath
 from typing import Callable, Optional
 
 sys.path.insert(1, dirname(dirname(realpath(__file__))))
@@ -15,7 +18,9 @@ import lab  # noqa: F401  it lets torch load where torch_npu can't
 from common import cli
 
 import torch
+from watch import Refusal
 
+HERE = dirname(realpath(__file__))
 RTOL, ATOL = 1e-4, 1e-6  # float32's rounding is smaller, a mistake is larger
 
 
@@ -24,9 +29,10 @@ class Case:
     """One call of one function, and what it has to return.
 
     function: its name. inputs: its arguments. expected: a number, text or tensor, or a tuple of
-    them. mistakes: {hint: function}: where the reader's result is that of a function which makes a
-    usual mistake, its hint is said. call: call(function, *inputs) gives what is compared, where it
-    is not the function's result. said: the inputs in words.
+    them; where it is a tensor of bool, the dtype counts. mistakes: {hint: function}: where the
+    reader's result or error is that of a function which makes a usual mistake, its hint is said.
+    call: call(function, *inputs) gives what is compared, where it is not the function's result.
+    said: the inputs in words.
     """
 
     function: str
@@ -39,7 +45,29 @@ class Case:
     def run(self, function):
         """Call it on copies: what it does to its arguments changes no other case."""
         inputs = copy.deepcopy(self.inputs)
-        return self.call(function, *inputs) if self.call else function(*inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the one line says it
+            return self.call(function, *inputs) if self.call else function(*inputs)
+
+    def outcome(self, function):
+        """Return what it gives, or the error that it ends in."""
+        try:
+            return self.run(function)
+        except Exception as error:
+            return error
+
+
+def load(path):
+    """Import a file, whose name need not be one of a module; return its globals."""
+    spec = importlib.util.spec_from_file_location(f"_{basename(path)[:-3]}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return vars(module)
+
+
+def cases_of(name):
+    """Return the cases of the exercise NN_name.py."""
+    return load(join(HERE, "checks", name))["CASES"]
 
 
 def serve(names):
@@ -49,7 +77,8 @@ def serve(names):
 
 def report(names):
     """Print what is right, or one line about the first fault; return the exit status."""
-    name, cases = basename(names["__file__"]), names["CASES"]
+    name = basename(names["__file__"])
+    cases = cases_of(name)
     fault = next(filter(None, (fault_of(case, names) for case in cases)), None)
     if fault:
         print(f"{name}: {fault}", file=sys.stderr)
@@ -63,40 +92,50 @@ def report(names):
 def fault_of(case, names):
     """Return one line that says what does not hold, or None."""
     called = f"{case.function}({case.said or ', '.join(map(show, case.inputs))})"
-    try:
-        found = case.run(names[case.function])
-    except NotImplementedError:
-        return f"{case.function} is yours to write. It is called as {called}"
-    except Exception as fault:
-        lines = [frame.lineno for frame in traceback.extract_tb(fault.__traceback__)
-                 if frame.filename == names["__file__"]]
-        where = f", line {lines[-1]}" if lines else ""
-        return f"{called} raised {type(fault).__name__}{where}: {' '.join(str(fault).split())}"
+    found = case.outcome(names[case.function])
     if same(found, case.expected):
         return None
-    return f"{called}: {difference(found, case.expected)}{hint(case, found)}"
+    if not isinstance(found, Exception):
+        return f"{called}: {difference(found, case.expected)}{hint(case, found)}"
+    if isinstance(found, NotImplementedError):
+        return f"{case.function} is yours to write. It is called as {called}"
+    lines = [frame.lineno for frame in traceback.extract_tb(found.__traceback__)
+             if frame.filename == names["__file__"]]
+    where, said = f", line {lines[-1]}" if lines else "", " ".join(str(found).split())
+    if isinstance(found, Refusal):
+        return f"{called}{where}: {said}"
+    return f"{called} raised {type(found).__name__}{where}: {said}{hint(case, found)}"
 
 
 def hint(case, found):
-    """Return the hint of the mistake that gives the same result, or ''."""
-    for text, mistaken in case.mistakes.items():
-        try:
-            if same(found, case.run(mistaken)):
-                return f". Hint: {text}"
-        except Exception:  # this mistake ends in an error with these inputs
-            continue
-    return ""
+    """Return the hint of the mistake that gives the same result or error, or ''."""
+    return next((f". Hint: {text}" for text, mistaken in case.mistakes.items()
+                 if same(found, case.outcome(mistaken))), "")
 
 
 def same(found, expected):
-    """Whether two results agree: kinds, shapes, and values up to rounding. NaN is like NaN."""
+    """Whether two results agree: kinds, shapes, and values up to rounding. NaN is like NaN.
+
+    Two errors agree where their words do, in any order: torch names sizes in that of the operands.
+    """
+    if isinstance(expected, Exception):
+        return type(found) is type(expected) and sorted(str(found).split()) == sorted(
+            str(expected).split())
     if isinstance(expected, (tuple, list)):
         return (isinstance(found, (tuple, list)) and len(found) == len(expected)
                 and all(map(same, found, expected)))
+    if lacks_bool(found, expected):
+        return False
     found, expected = number(found), number(expected)
     if not (isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)):
         return isinstance(found, type(expected)) and found == expected
     return found.shape == expected.shape and torch.allclose(found, expected, RTOL, ATOL, True)
+
+
+def lacks_bool(found, expected):
+    """Whether a tensor of bool is expected and one of numbers came."""
+    return (isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
+            and expected.dtype == torch.bool != found.dtype)
 
 
 def number(value):
@@ -117,6 +156,8 @@ def difference(found, expected):
     both = isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
     if both and found.shape != expected.shape:
         return f"its shape has to be {list(expected.shape)}, it is {list(found.shape)}"
+    if lacks_bool(found, expected):
+        return f"its dtype has to be torch.bool, it is {found.dtype}"
     if both and found.numel() > 8:
         apart = (number(found) - number(expected)).abs().nan_to_num(torch.inf)
         place = (apart == apart.max()).nonzero()[0].tolist()
