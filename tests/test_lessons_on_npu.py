@@ -32,7 +32,7 @@ LESSONS = {
     "judge_kernel": "--kernel flash --quick --dtype float16",
     "mini_gpt": "--steps 3 --seq-len 16 --embd 16 --heads 2 --layers 1 --batch 2",
 }
-ON_THE_CPU = {"io_model", "overlap", "fp8", "hf_attention"}  # they count or compare in float64
+ON_THE_CPU = {"io_model", "overlap", "fp8", "hf_attention", "play", "draw"}
 IN_RANKS = {"flash_ring"}  # they meet through HCCL, which no simulation has
 # One child a card: it loads torch once. Two rounds are timed instead of five or more, and the
 # articles' lengths and what measures the bandwidth are cut.

@@ -9,6 +9,7 @@ machines  chips as data, and what their memory allows
 matrix    calls for any kernel    wrong_formulas   what faults compute   kernel_worker   its process
 checks    wrong arguments         dropout, learned, autocast, extras, flex   what training adds
 triton_tools  what all kernels in Triton need     served   whether they can run     caches   pages
+page      the page that play.py fills             sheet      boxes and arrows that draw.py draws
 processes ranks                   ring_link, ring_costs, ring_tools, ring_show   between them
 lesson    a command line
 """

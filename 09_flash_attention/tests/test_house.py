@@ -30,6 +30,7 @@ TAUGHT = {
     "flash_triton": {"flash_attention_triton", "online_softmax_step"},
     "flash_triton_backward": {"flash_attention_triton_backward"},
     "flash_variants": {"with_sink"},
+    "play": {"play"},
     "mini_gpt": {"CausalSelfAttention", "Training", "TEXT"},
 }
 MAY_BE_MISSING = {"flash_triton", "torch.nn.attention", "matplotlib"}  # flash_triton needs Triton
