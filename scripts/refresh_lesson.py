@@ -3,7 +3,8 @@
     python scripts/refresh_lesson.py                       every command
     python scripts/refresh_lesson.py --only io_model       those with this text in them
     python scripts/refresh_lesson.py --list                name them, run nothing
-    python scripts/refresh_lesson.py --check               are the texts as it would leave them?
+    python scripts/refresh_lesson.py --check               does each text show its outputs as its
+                                                           comments say? Runs nothing
 
 A block that is fenced by ```text and begins with `$ COMMAND` is refreshed. `python` is the one that
 runs this script. README.md's commands run in the repository's folder, all others in
