@@ -19,6 +19,7 @@ from lab.visible import DTYPES
 
 LENGTHS = (512, 1024, 2048, 4096)
 DRAWN = ("memory", "speed")
+RESULTS = "results"  # the folder where pictures go that no folder is named for; git ignores it
 
 
 def parser(doc, *names):
@@ -39,8 +40,8 @@ def parser(doc, *names):
                        help="how many keys before and after it a query sees; none: all"),
         "seed": dict(type=cli.whole_number(0), default=0, help="of the random inputs (0)"),
         "json": dict(type=cli.file_to_write, metavar="FILE", help="write the rows there as well"),
-        "plot": dict(type=cli.folder_to_write, metavar="DIR",
-                     help="draw what was measured into that folder"),
+        "plot": dict(type=cli.folder_to_write, nargs="?", const=RESULTS, metavar="DIR",
+                     help=f"draw what was found, into that folder ({RESULTS})"),
     }
     options = cli.Parser(description=doc)
     for name in names or known:
