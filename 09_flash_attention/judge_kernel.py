@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 from os.path import dirname, realpath
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from common.report import console, logarithmic, plotted, print_table, progress
 from lab.cases import dtype_name
 from lab.kernel_worker import FIRST, KERNELS, NO_GRADIENT, JudgeRow, RepeatRow, work
 from lab.matrix import problems
-from lab.wrong_formulas import UNNAMED
+from lab.wrong_places import UNNAMED
 
 import torch
 
@@ -35,6 +36,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Seconds. A call takes less than one; what is left is for kernels that compile as they are loaded,
 # and some of them for each shape.
 LOADING, PATIENCE, WHOLE = 120, 20, 600
+SEEKING = 10  # seconds for a smallest input
 UNJUDGED = "refused", "no gradients", "left out"
 ENOUGH = 3  # deaths of one group
 COLOURS = {"pass": "tab:green", "FAIL": "tab:red", "raised": "tab:orange", "died": "black",
@@ -146,11 +148,26 @@ class Worker:
             return [RepeatRow("the process lives", dtype_name(dtype), str(fault))]
 
     def smallest(self, problem, name):
-        """Return a small problem that shows the fault `name`."""
-        try:
-            return self.ask("shrink", problem, name)
-        except Died:
-            return problem
+        """Return the smallest problem of this name, by steps that halve in each size, in SEEKING s,
+        and whether others ended the process.
+        """
+        until, died = time.monotonic() + SEEKING, False
+        for field in ("batch", "heads", "Nq", "Nk", "d") * 2:
+            step = getattr(problem.case, field)
+            if step is None or field == "heads" and problem.case.kv_heads:
+                continue
+            while step > 1 and time.monotonic() < until:
+                step = (step + 1) // 2
+                size = max(1, getattr(problem.case, field) - step)
+                smaller = replace(problem, case=replace(problem.case, **{field: size}))
+                try:
+                    if smaller != problem and self.ask("judge", smaller).what == name:
+                        problem = smaller
+                except Over:
+                    return problem, died
+                except Died:
+                    died = True
+        return problem, died
 
 
 def without_gradients(rows):
@@ -161,7 +178,8 @@ def without_gradients(rows):
 
 
 def named_alike(worker, matrix, rows):
-    """Return the rows with as few names as will do: of two that fit a row the more frequent one.
+    """Return the rows with as few names as will do: of two that fit a row the more frequent one,
+    or the rarer one where that fits all rows of the other.
 
     Small inputs can't tell some formulas apart, and large ones are compared with few.
     """
@@ -176,6 +194,15 @@ def named_alike(worker, matrix, rows):
                 row = again
                 break
         alike.append(row)
+    for common, rare in combinations(names, 2):
+        left, again = {row.what for row in alike}, {}
+        for i, row in enumerate(alike) if left >= {common, rare} else ():
+            if row.what == common:
+                again[i] = worker.judge(matrix[i], [rare])
+                if again[i].what != rare:
+                    break
+        else:
+            alike = [again.get(i, row) for i, row in enumerate(alike)]
     return alike
 
 
@@ -189,8 +216,11 @@ def with_smallest(worker, matrix, rows, alike):
                 if row.wrong and row.what == what]
         problem, row = min(some, key=lambda one: (
             one[0].text.count(","), sum(map(math.prod, one[0].case.shapes))))
-        found[what] = (worker.smallest(problem, what) if row.result == "FAIL" else problem).text
-    return [replace(row, smallest=found[row.what]) if row.wrong else row for row in alike]
+        small, died = (problem, False) if row.result != "FAIL" else worker.smallest(problem, what)
+        found[what] = small.text, ["smaller inputs end the process"] * died
+    return [replace(row, smallest=found[row.what][0], detail="; ".join(
+        [row.detail] * bool(row.detail) + found[row.what][1])) if row.wrong else row
+            for row in alike]
 
 
 # The report
@@ -285,7 +315,9 @@ def main():
     dtypes = [getattr(torch, args.dtype)] if args.dtype else DTYPES
     if device.type == "npu" and torch.float64 in dtypes:
         options.error("argument --dtype: the NPU takes no float64, it has no float64 matmul")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the worker would live on
+    for number in (signal.SIGTERM, signal.SIGHUP):  # or the worker would live on
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     matrix = [problem for dtype in dtypes for problem in problems(dtype, args.quick)]
     with Worker(args.kernel, str(device), args.seed) as worker:
         worker.begin()

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
@@ -20,15 +19,16 @@ from lab.bench import reason
 from lab.cases import Case, dtype_name
 from lab.judge import judge, largest
 from lab.matrix import Call, Problem, company
-from lab.wrong_formulas import (
-    UNNAMED, coarse, letters, not_finite, unwritten, wrong_calls, wrong_gradients)
+from lab.wrong_formulas import wrong_calls, wrong_gradients
+from lab.wrong_places import (
+    UNNAMED, coarse, letters, multiplied, not_finite, unwritten, where)
 
 PLACE = Path(__file__).resolve().parents[1] / "kernels"
 KERNELS = {"fused": "sdpa.py:fused", "math": "sdpa.py:math", "flash": "ours.py:flash",
            "standard": "ours.py:standard", "triton": "ours.py:triton",
            "npu": "npu_fusion.py:attention"}
 FIRST = Problem("first call", Case(64, heads=1))
-MOST, SEEKING = 2**18, 10  # scores, seconds
+MOST = 2**18  # scores
 NO_GRADIENT = "the output has no gradient"
 
 
@@ -163,36 +163,58 @@ def called(function, problem, inputs, device):
 
 def judge_problem(function, problem, device, seed, names=None):
     """Return the JudgeRow of one problem. names: the wrong formulas to look at, None for all."""
+    row, more = measured(function, problem, device, seed)
+    if row.result != "FAIL" or row.what:
+        return row
+    call, inputs, found, right, limits, error_standard = more
+    spoil(found)
+    found, answers = [wide(x) for x in found], [x for x, _ in right]
+    again, fault = called(function, problem, inputs, device)
+    changing = "the second raises" if fault else changes(found, again, row)
+    if changing:
+        what, detail = unwritten(found, answers, limits, chance=True) or (
+            "different output at each call", changing)
+    else:
+        what, detail = explain(
+            problem, call, found, answers, limits, error_standard, inputs[:4], names,
+            lambda **fields: measured(function, replace(problem, **fields), device, seed)[0])
+    detail = detail or where(found, answers, limits) * (what in UNNAMED)
+    return replace(row, what=what, detail=detail)
+
+
+def measured(function, problem, device, seed):
+    """Return the JudgeRow of a problem, without the name of a FAIL by numbers; and for that name
+    the Call, the inputs, what was found, what is right with its floors, how wrong each may be, and
+    the error of standard attention.
+    """
     row = JudgeRow.of(problem)
     inputs = problem.inputs(device, seed)
     call = Call.of(problem, *inputs)
     found, fault = called(function, problem, inputs, device)
     if fault:
-        return replace(row, **fault)
+        return replace(row, **fault), None
     right = call.gradients() if problem.gradients else [call.output()]
     what, detail = malformed(found, right, inputs[0]) or overwritten(call, inputs) or ("", "")
     if what:
-        return replace(row, result="FAIL", what=what, detail=detail)
+        return replace(row, result="FAIL", what=what, detail=detail), None
     factor, limits, error_standard = 3 if problem.gradients else 2, [], 0.0
     for x, s, (reference, floor) in zip(found, attend(load("standard"), problem, *inputs), right):
         _, error, e, passed = judge(x, s, reference, floor, factor)
         error_standard = max(error_standard, e)
         limits.append(factor * e + floor)
-        if row.error is None or not error * row.allowed <= row.error * limits[-1]:
+        if row.error is None or row.error < math.inf and not (  # NaN stays
+                error * row.allowed <= row.error * limits[-1]):
             row = replace(row, error=error, error_standard=e, allowed=limits[-1])
         if not passed:
             row = replace(row, result="FAIL")
-    if row.failed:
-        found = [wide(x) for x in found]
-        again, fault = called(function, problem, inputs, device)
-        answers = [x for x, _ in right]
-        changing = "the second raises" if fault else changes(found, again, row)
-        what, detail = (unwritten(found, answers, limits) or (
-            "different output at each call", changing)) if changing else explain(
-                problem, call, found, answers, limits, error_standard, inputs[:4], names)
-        detail = detail or where(found, answers, limits) * (what in UNNAMED)
-        row = replace(row, what=what, detail=detail)
-    return row
+    return row, (call, inputs, found, right, limits, error_standard)
+
+
+def spoil(found):
+    """Leave NaN in freed memory of these sizes: what is not written shows it in the next call."""
+    for x in found:
+        blocks = [torch.full_like(x, torch.nan) for _ in range(8)]
+        del blocks
 
 
 def wide(x):
@@ -242,20 +264,21 @@ def changes(found, again, row):
     return f"by {apart:.1e}" * (apart > (min(row.error / 4, row.allowed) if finite else 0))
 
 
-def explain(problem, call, found, right, limits, error_standard, raw, names=None):
+def explain(problem, call, found, right, limits, error_standard, raw, names, twin):
     """Return (name, detail) of the wrong formula that `found` agrees with; of UNNAMED where none.
 
     found, right: [O] or the three gradients, in float64; limits: how wrong each may be. raw: q, k,
     v and dO as the kernel got them. names: the formulas to look at, all of them where it is None.
+    twin: of fields of the problem, the JudgeRow of the call in which they are changed.
     The first formula that fits gives the fault its name, so the more general ones stand first.
     An output agrees as judge.py says of a right one; to be told from the right one, the formula
     has to lie at least 4 times as far from it.
     """
     if not all(x.isfinite().all() for x in found):
-        return not_finite(problem, call, found, right, limits)
-    if names is None and call.q[..., 0].numel() * call.k.shape[-2] > MOST:
-        return UNNAMED[1], ""
-    for name, detail, wrong in (wrong_gradients if problem.gradients else wrong_calls)(call, raw):
+        return not_finite(problem, call, found, right, limits, twin)
+    large = names is None and call.q[..., 0].numel() * call.k.shape[-2] > MOST
+    formulas = wrong_gradients if problem.gradients else wrong_calls
+    for name, detail, wrong in () if large else formulas(call, raw):
         if names is not None and name not in names:
             continue
         answers, floors = wrong if problem.gradients else ([part] for part in wrong.output())
@@ -264,40 +287,14 @@ def explain(problem, call, found, right, limits, error_standard, raw, names=None
         if fits and any(largest(y - z) > 4 * largest(x - y) and largest(y - z) > 0
                         for x, y, z in zip(found, answers, right)):
             return name, detail
-    small = all(largest(x - y) <= 0.1 * largest(y) for x, y in zip(found, right))
-    return unwritten(found, right, limits) or (
-        coarse(call, found[0], right[0]) if small and not problem.gradients else (UNNAMED[0], ""))
-
-
-def where(found, right, limits):
-    """Say in which batches, heads and rows the output, or which gradient, is wrong."""
-    said = []
-    for letter, x, y, limit in zip(letters(found), found, right, limits):
-        bad, places = ~((x - y).abs() <= limit), []
-        for name, dim in (("batch", 0), ("head", 1), ("row", 2), ("column", 3)):
-            at = bad.sum([d for d in range(4) if d != dim]).nonzero().flatten().tolist()
-            if at and len(at) < bad.shape[dim]:
-                places.append(f"{name} {at[0]}" + f" to {at[-1]}" * (len(at) > 1))
-        if bad.any():
-            said.append(f"{letter}: " * (len(found) > 1) + (", ".join(places) or "everywhere"))
-    return "; ".join(said)
-
-
-def shrink(function, problem, device, seed, name):
-    """Return the smallest problem of this name, by steps that halve in each size, in SEEKING s."""
-    until = time.monotonic() + SEEKING
-    for field in ("batch", "heads", "Nq", "Nk", "d") * 2:
-        step = getattr(problem.case, field)
-        if step is None or field == "heads" and problem.case.kv_heads:
-            continue
-        while step > 1 and time.monotonic() < until:
-            step = (step + 1) // 2
-            size = max(1, getattr(problem.case, field) - step)
-            smaller = replace(problem, case=replace(problem.case, **{field: size}))
-            if smaller != problem and judge_problem(
-                    function, smaller, device, seed).what == name:
-                problem = smaller
-    return problem
+    beyond = not problem.gradients and largest(found[0]) > largest(call.v)  # no average of V is
+    named = unwritten(found, right, limits, beyond) or multiplied(found, right, limits)
+    if named or large:
+        return named or (UNNAMED[1], "")
+    small = not problem.gradients and largest(found[0] - right[0]) <= 0.1 * largest(right[0])
+    plain = {"mask": None, "is_causal": False, "scale": None}  # a mask alone is not less precise
+    return small and twin(**plain).result == "FAIL" and coarse(
+        call, found[0], right[0]) or (UNNAMED[0], "")
 
 
 def repeats(function, dtype, device, seed):
@@ -328,7 +325,7 @@ def work(pipe, kernel, device, seed):
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this
     os.dup2(2, 1)  # what a kernel prints stays out of --json -
-    answers = {"first": first_call, "judge": judge_problem, "shrink": shrink, "repeat": repeats}
+    answers = {"first": first_call, "judge": judge_problem, "repeat": repeats}
     own = os.getpid()
     try:
         device = choose(device)

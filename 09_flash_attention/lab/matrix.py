@@ -16,6 +16,7 @@ from lab.judge import floor, gradient_sums
 
 NAN_BESIDE = ("rows of a buffer", "every second row", "a cache's first rows")
 LARGE = ("large scores", "scores around 100")
+SEEING = {"blind rows": "bool", "blind rows, -inf": "zero or -inf"}  # the same without blind rows
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ def softmax(S):
 class Call:
     """A call in float64 on the CPU, of which `replace` makes another formula.
 
-    kv_head: which key/value head each query head reads. softmax: of the scores [B, H, Nq, Nk] -> P.
+    kv_head: which key/value head each query head reads. softmax: of the scores [B, H, Nq, Nk] -> P,
+    which weights, [..., Nq, Nk], multiply.
     """
 
     q: torch.Tensor
@@ -166,6 +168,7 @@ class Call:
     kv_head: torch.Tensor
     dtype: torch.dtype
     softmax: Callable = softmax
+    weights: torch.Tensor = torch.ones(())
 
     @staticmethod
     def of(problem, q, k, v, dO, mask):
@@ -199,7 +202,7 @@ class Call:
         """Return O and its floor, as judge.py's `exact` does, with masks and scales of any kind."""
         q, k, v = self.q, self.k[:, self.kv_head], self.v[:, self.kv_head]
         bias = self.bias
-        P = self.softmax(q @ k.mT * self.scale + bias)
+        P = self.softmax(q @ k.mT * self.scale + bias) * self.weights
         t = q.abs() @ k.abs().mT * abs(self.scale) + bias.masked_fill(bias == -torch.inf, 0).abs()
         W = P * (1 + t + (P * t).sum(-1, keepdim=True))  # see judge.py, `floor`
         O = P @ v
@@ -211,7 +214,7 @@ class Call:
         """
         leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
         q, k, v = leaves[0], *(x[:, self.kv_head] for x in leaves[1:])
-        O = self.softmax(q @ k.mT * self.scale + self.bias) @ v
+        O = self.softmax(q @ k.mT * self.scale + self.bias) * self.weights @ v
         results = torch.autograd.grad(O, leaves, self.dO)
         keep = self.bias != -torch.inf
         with torch.no_grad():

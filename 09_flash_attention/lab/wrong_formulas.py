@@ -1,18 +1,17 @@
 """What a wrong kernel computes instead: formulas that the output of one is compared with.
 
-Each is a `Call` with something changed, or its gradients with a step left out. Behind the formulas
-stand the faults that are known by where NaN or the wrong rows are, or by the size of the error.
+Each is a `Call` with something changed, or its gradients with a step left out.
 """
 
 import math
+from itertools import chain
 
 import torch
 
 from lab.judge import largest
-from lab.matrix import LARGE, NAN_BESIDE
 
 TILES = (256, 128, 64, 32, 16)
-UNNAMED = "none of the formulas", "more scores than are looked at"
+OTHER_TILES = (192, 160, 112, 96, 80, 48, 8, 4)
 EDGES = (16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -71,9 +70,9 @@ def wrong_windows(call):
         return
     for detail, (a, b) in {"a key more on the left": (-1, 0), "a key less on the left": (1, 0),
                            "a key more on the right": (0, 1), "a key less on the right": (0, -1),
-                           }.items():
-        yield "window off by one", detail, call.change(
-            mask=(offset >= left + a) & (offset <= right + b))
+                           "left": (-Nq - Nk, 0), "right": (0, Nq + Nk)}.items():
+        name = "a window's bound ignored" if abs(a + b) > 1 else "window off by one"
+        yield name, detail, call.change(mask=(offset >= left + a) & (offset <= right + b))
     shift = Nk - Nq
     if shift:
         yield "upper-left in place of lower-right", "", call.change(
@@ -145,14 +144,18 @@ def contiguous(x):
 
 def wrong_sums(call):
     Nk = call.k.shape[-2]
-    yield "uniform average", "of the keys that are seen", call.change(softmax=uniform)
+    yield "uniform average", "of the keys that are seen", call.change(scale=0.0)
     yield "uniform average", "of all keys", call.change(
-        softmax=lambda S: torch.ones_like(S) / S.shape[-1])
-    for n in dict.fromkeys(Nk // Bc * Bc for Bc in (*TILES, 8, 4)):
+        scale=0.0, mask=None, is_causal=False)
+    kept = (call.bias != -torch.inf).double()
+    if not kept.all():
+        yield "mask applied after the softmax", "", call.change(
+            is_causal=False, mask=call.bias.nan_to_num(neginf=0), weights=kept)
+    for n in dict.fromkeys(Nk // Bc * Bc for Bc in TILES + OTHER_TILES):
         if 0 < n < Nk:
             yield "tail dropped", f"keys from {n} on", call.change(softmax=first_keys(n))
             yield "tail of V dropped", f"rows from {n} on, l counts them", call.change(
-                softmax=lambda S, n=n: call.softmax(S) * (torch.arange(Nk) < n))
+                weights=(torch.arange(Nk) < n).double())
     yield "keys dropped", "the last one", call.change(softmax=first_keys(Nk - 1))
     yield "keys dropped", "the first one", call.change(softmax=first_keys(1, -torch.inf))
     for Bc in TILES:
@@ -164,11 +167,6 @@ def wrong_sums(call):
                 what = "O alone" if O_alone else "l and O"
                 yield "a tile's maximum lost", f"tiles of {Bc}, {lost} step, {what}", (
                     call.change(softmax=lost_maximum(Bc, lost, O_alone)))
-
-
-def uniform(S):
-    seen = (S != -torch.inf).double()
-    return seen / seen.sum(-1, keepdim=True).clamp(min=1)
 
 
 def first_keys(n, before=0.0):
@@ -215,80 +213,6 @@ def lost_maximum(Bc, lost, O_alone):
     return by_tiles
 
 
-# Known by their place or size
-
-
-def not_finite(problem, call, found, right, limits):
-    """Name an output, or gradients, with NaN or inf in it."""
-    bad = torch.cat([(~x.isfinite()).flatten() for x in found])
-    blind = (call.bias == -torch.inf).all(-1)  # [..., Nq]
-    if len(found) == 1 and blind.any():
-        rows = (~found[0].isfinite()).any(-1)
-        if rows.equal(blind.expand(rows.shape)):
-            return "NaN in rows that see no key", ""
-    if blind.any():
-        return "NaN from rows that see no key", "beyond these rows"
-    if call.scale <= 0 and (call.bias == -torch.inf).any():
-        return "mask multiplied by the scale", "-inf times a scale of 0 or less"
-    if problem.layout in NAN_BESIDE:
-        return "memory beside the tensors is read", problem.layout
-    if problem.values in LARGE:
-        return "scores overflow", "no maximum is subtracted, or they are half"
-    return unwritten(found, right, limits) or (
-        "NaN or inf", f"{bad.float().mean().item():.0%} of the output")
-
-
-def unwritten(found, right, limits):
-    """Name the output, or the gradient, that is right up to a tile's edge and 0, NaN or far off in
-    each row from there on; None where there is none.
-    """
-    edge = TILES[-1]
-    for letter, x, y, limit in zip(letters(found), found, right, limits):
-        wrong = (~((x - y).abs() <= limit)).any(-1)  # [B, H, N]
-        unlike = ~(wrong | (y == 0).all(-1))  # a 0 that is right may be unwritten
-        at = unlike.flatten(0, 1).any(0).nonzero()
-        n = (int(at[-1]) + edge) // edge * edge if len(at) else 0
-        tail = x[..., n:, :]
-        held = "0" if (tail == 0).all() else "NaN" if tail.isnan().all() else "other numbers"
-        known = held == "0" or n and (held == "NaN" or largest(x - y) > 0.1 * largest(y))
-        if known and wrong[..., n:].any() and not wrong[..., :n].any():
-            return f"last rows of {letter} not written", f"from row {n} on they hold {held}"
-    return None
-
-
-def letters(found):
-    return ("O",) if len(found) == 1 else ("dQ", "dK", "dV")
-
-
-def coarse(call, found, right):
-    """Name an error that has the size of another precision's, within a factor of 8. Sizes alone:
-    in which order a kernel sums can't be known.
-    """
-    error = largest(found - right)
-    if call.dtype.itemsize >= 4:
-        half, name = torch.float16, "float32 multiplied as tf32 or half"
-        wrong = call.change(q=rounded(call.q, half), k=rounded(call.k, half),
-                            v=rounded(call.v, half)).output()[0]
-    else:
-        name, wrong = "sums in half precision", half_sums(call)
-    size = largest(wrong - right)
-    return (name, "by the size of its error") if size / 8 < error < 8 * size else (
-        UNNAMED[0], "")
-
-
-def half_sums(call, Bc=16):
-    """Return O where each tile of Bc keys is added to an O of the half type."""
-    S = (call.q @ call.k[:, call.kv_head].mT * call.scale + call.bias)
-    P, O = call.softmax(S), 0
-    for P_tile, V_tile in zip(P.split(Bc, -1), call.v[:, call.kv_head].split(Bc, -2)):
-        O = rounded(O + P_tile @ V_tile, call.dtype)
-    return O
-
-
-def rounded(x, dtype):
-    return x.to(dtype).double()
-
-
 # Gradients
 
 
@@ -304,23 +228,27 @@ def wrong_gradients(call, raw):
             ("backward: scale missing in dQ", {"dq_scale": 1}),
             ("backward: L in base 2", {"L_factor": 1 / math.log(2)}),
             ("backward: mask or is_causal ignored", {"bias": changed.bias}),
-            ("backward: one head of a group", {"one_head": True})):
+            ("backward: scale missing in dK", {"dk_scale": 1}),
+            ("backward: scale applied twice in dQ", {"dq_scale": call.scale**2}),
+            ("backward: one head of a group", {"of_group": lambda x: x[:, :, -1]}),
+            ("backward: one head of a group", {"of_group": lambda x: x[:, :, 0]}),
+            ("backward: mean of a group", {"of_group": lambda x: x.mean(2)})):
         answers = backward(call, **options)
         yield name, "", (answers, [  # a larger result is rounded by as much more
             limit * max(1, largest(y) / largest(x)) if largest(x) else limit
             for y, (x, limit) in zip(answers, right)])
-    for name, detail, wrong in wrong_calls(call, raw):
+    passed = call.change(is_causal=False, mask=call.bias.clamp(min=-1e30))  # S is lost in -1e30
+    for name, detail, wrong in chain(wrong_calls(call, raw), [
+            ("average of V in rows that see no key", "", passed)]):
         try:
             parts = wrong.gradients()
         except RuntimeError:  # of other shapes
             continue
         yield name, detail, tuple(map(list, zip(*parts)))
-    for name, x in (("dQ", 0), ("dK", 1), ("dV", 2)):
-        zero = [part * (i != x) for i, (part, _) in enumerate(right)]
-        yield f"{name} is 0", "", (zero, [limit for _, limit in right])
 
 
-def backward(call, D=1, scale=None, dq_scale=None, L_factor=1, bias=None, one_head=False, dO=None):
+def backward(call, D=1, scale=None, dq_scale=None, dk_scale=None, L_factor=1, bias=None,
+             of_group=lambda x: x.sum(2), dO=None):
     """Return dQ, dK, dV as flash_backward.py derives them, with a step changed."""
     dO = call.dO if dO is None else dO
     q, k, v = call.q, call.k[:, call.kv_head], call.v[:, call.kv_head]
@@ -333,7 +261,8 @@ def backward(call, D=1, scale=None, dq_scale=None, L_factor=1, bias=None, one_he
         P = torch.exp(S - L * L_factor).masked_fill(L == -torch.inf, 0)
     dP = dO @ v.mT
     dS = P * (dP - D * (dO * O).sum(-1, keepdim=True)) * (scale or call.scale)
-    dq = dS @ k * ((dq_scale or call.scale) / call.scale)
+    dq, dk = dS @ k, dS.mT @ q
+    dq, dk = (x * ((s or call.scale) / call.scale) for x, s in ((dq, dq_scale), (dk, dk_scale)))
     G = q.shape[1] // call.k.shape[1]
-    dk, dv = (x.unflatten(1, (-1, G)) for x in (dS.mT @ q, P.mT @ dO))  # [B, Hkv, G, Nk, ...]
-    return [dq, *(x[:, :, -1] if one_head else x.sum(2) for x in (dk, dv))]
+    parts = (x.unflatten(1, (-1, G)) for x in (dk, P.mT @ dO))  # [B, Hkv, G, Nk, ...]
+    return [dq, *map(of_group, parts)]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from lab import judge, kernel_worker
 from lab.cases import Case
-from lab.kernel_worker import NO_GRADIENT, JudgeRow, judge_problem, load, repeats, shrink
+from lab.kernel_worker import NO_GRADIENT, JudgeRow, judge_problem, load, repeats
 from lab.matrix import Call, Problem, problems
 
 CPU = torch.device("cpu")
@@ -33,6 +33,24 @@ def judged(kernel, dtype=torch.float32, seed=0, groups=None):
             if (groups is None or problem.group in groups) and max(problem.case.shapes[0][2],
                                                                   problem.case.shapes[1][2]) < 1024
             and math.prod(problem.case.shapes[0][:3]) * problem.case.shapes[1][2] < 2**17]
+
+
+class Here(judge_kernel.Worker):
+    """Judges a function in this process."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel = kernel
+
+    def ask(self, _, problem, names=None):
+        return judge_problem(self.kernel, problem, CPU, 0, names)
+
+
+def named(kernel, *groups):
+    """Return the names of what is wrong in these groups, as the report has them."""
+    pairs = judged(kernel, groups=groups)
+    matrix, rows = zip(*pairs)
+    return {row.what for row in judge_kernel.named_alike(Here(kernel), matrix, rows) if row.wrong}
 
 
 # A kernel in tiles of 64 keys with a place for each fault
@@ -105,21 +123,22 @@ def bias_of(fault, mask, is_causal, S, scale):
         mask = mask | (j >= 512)
     if fault == "mask of batch 0":
         mask = mask[:1]
-    if fault in ("upper-left", "window - 1") and mask[0, 0].sum() < Nq * Nk:
+    if fault in ("upper-left", "window - 1", "no left") and mask[0, 0].sum() < Nq * Nk:
         offset = j - i - (Nk - Nq)
         seen = offset[mask[0, 0]]
         a, b = seen.min(), seen.max()
         if mask.equal(((offset >= a) & (offset <= b)).expand(mask.shape)):
             offset = offset + (Nk - Nq if fault == "upper-left" else 0)
-            mask = (offset >= a + (fault == "window - 1")) & (offset <= b)
+            a = -torch.inf if fault == "no left" else a + (fault == "window - 1")
+            mask = (offset >= a) & (offset <= b)
     return bias.masked_fill(~mask, -torch.inf)
 
 
 def in_tiles(fault, S, v, dtype):
     Nk, m = S.shape[-1], torch.full((*S.shape[:-1], 1), -1e30)
     l = O = torch.zeros(())
-    Bc = 4 if fault == "half sums" else 64
-    for t in range(0, Nk // Bc * Bc if fault == "tail" and Nk > Bc else Nk, Bc):
+    Bc = {"half sums": 4, "tail of 48": 48}.get(fault, 64)
+    for t in range(0, Nk // Bc * Bc if fault.startswith("tail") and Nk > Bc else Nk, Bc):
         tile = S[..., t : t + Bc]
         m_new = torch.maximum(m, tile.amax(-1, keepdim=True))
         m_new = m_new * 0 if fault == "no maximum" else m_new
@@ -146,6 +165,7 @@ PLANTED = {  # fault: (group that has it, the name it gets, how its smallest inp
     "mask of batch 0": ("masks", "mask of batch 0 for all", "2x1x1x1"),
     "upper-left": ("windows", "upper-left in place of lower-right", "1x1x1x1"),
     "window - 1": ("windows", "window off by one", "1x1x"),
+    "no left": ("windows", "a window's bound ignored", "1x1x"),
     "lower-right": ("causal", "lower-right in place of upper-left", "1x1x"),
     "no causal": ("causal", "is_causal ignored", "1x1x1x1 1x1x2x1"),
     "causal + 1": ("causal", "causal off by one", "1x1x"),
@@ -159,6 +179,7 @@ PLANTED = {  # fault: (group that has it, the name it gets, how its smallest inp
     "strides": ("layouts", "strides of k and v ignored", "1x2x2x1"),
     "reads on": ("layouts", "memory beside the tensors is read", "1x1x1x1"),
     "tail": ("lengths", "tail dropped", "1x1x65x1"),
+    "tail of 48": ("lengths", "tail dropped", "1x1x49x1"),
     "uniform average": ("lengths", "uniform average", "1x1x2x1"),
     "maximum lost": ("lengths", "a tile's maximum lost", "1x1x65x"),
     "base 2": ("lengths", "base 2 in place of e", "1x1x2x1"),
@@ -186,17 +207,158 @@ def test_a_planted_fault_is_found_named_and_shown_small(fault):
         names.discard("memory beside the tensors is read")
     assert names == {name}
     problem = next(problem for problem, row in failing if row.what == name)
-    small = shrink(kernel, problem, CPU, 0, name)
-    assert small.case.shape.startswith(size)
+    small, died = Here(kernel).smallest(problem, name)
+    assert small.case.shape.startswith(size) and not died
     assert judge_problem(kernel, small, CPU, 0).what == name
 
 
 def test_the_search_for_the_smallest_ends_in_time(monkeypatch):
-    problem = Problem("", Case(9, heads=2, d=4))
-    small = shrink(partial(wrong, fault="scale missing"), problem, CPU, 0, "scale missing")
-    assert small.case.shape == "1x1x2x2"
-    monkeypatch.setattr(kernel_worker, "SEEKING", 0)
-    assert shrink(None, problem, CPU, 0, "scale missing") == problem
+    worker, problem = Here(partial(wrong, fault="scale missing")), Problem(
+        "", Case(9, heads=2, d=4))
+    assert worker.smallest(problem, "scale missing")[0].case.shape == "1x1x2x2"
+    monkeypatch.setattr(judge_kernel, "SEEKING", 0)
+    assert worker.smallest(problem, "scale missing") == (problem, False)
+
+
+def test_a_death_in_the_search_for_the_smallest_keeps_what_was_found_and_is_told():
+    class Dies(Here):
+        def ask(self, what, problem, names=None):
+            if problem.case.Nq < 8:
+                raise judge_kernel.Died("was killed")
+            return super().ask(what, problem, names)
+
+    worker = Dies(partial(wrong, fault="scale missing"))
+    problem = Problem("", Case(33, heads=2, d=4))
+    small, died = worker.smallest(problem, "scale missing")
+    assert small.case.shape.startswith("1x1x8x2") and died
+    rows = [worker.judge(problem)]
+    row = judge_kernel.with_smallest(worker, [problem], rows, rows)[0]
+    assert row.smallest == "1x1x8x2" and row.detail == "smaller inputs end the process"
+
+
+NAN_GROUPS = "lengths", "layouts", "together", "blind rows", "scale", "scores"
+
+
+def test_a_kernel_that_always_gives_nan_gets_one_name():
+    def kernel(*inputs, **options):
+        return load("math")(*inputs, **options) * math.nan
+
+    assert named(kernel, *NAN_GROUPS, "gradients") == {"NaN or inf"}
+
+
+def test_last_rows_of_nan_get_one_name_in_whatever_call():
+    kernel = partial(wrong, fault="rows of nan")
+    assert named(kernel, *NAN_GROUPS) == {"last rows of O not written"}
+
+
+def test_nan_of_every_float_mask_is_not_laid_to_rows_that_see_no_key():
+    def kernel(*inputs, attn_mask=None, **options):
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = -attn_mask
+        return load("math")(*inputs, attn_mask=attn_mask, **options)
+
+    names = named(kernel, "masks", "blind rows")
+    assert names == {"float mask subtracted", "NaN or inf"}
+
+
+def test_nan_in_one_gradient_says_in_which():
+    class NaN(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dx):
+            return dx * math.nan
+
+    row = judge_problem(lambda q, *x, **y: load("math")(NaN.apply(q), *x, **y),
+                        Problem("", Case(9, 2, 2, d=4), gradients=True), CPU, 0)
+    assert math.isnan(row.error) and (row.what, row.detail) == ("NaN or inf", "100% of dQ")
+
+
+def by_mask(change, q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    """A right kernel that has the bias `change`d, [..., Nq, Nk]."""
+    call = Call.of(Problem("", Case(1), is_causal, scale=scale), q, k, v, v, attn_mask)
+    bias = change(call.bias.float()).expand(*q.shape[:-1], k.shape[-2])
+    return wrong(q, k, v, attn_mask=bias, scale=scale)
+
+
+def test_rows_from_an_edge_on_that_lack_keys_are_not_taken_as_not_written():
+    def skip(bias):  # the tile on the diagonal, but for the first
+        i, j = (torch.arange(n) // 32 for n in bias.shape[-2:])
+        skipped = (i[:, None] == j) & (i[:, None] > 0) & (bias == -torch.inf).any()
+        return bias.masked_fill(skipped, -torch.inf)
+
+    assert not any("not written" in name for name in named(partial(by_mask, skip), "causal"))
+
+
+def test_memory_that_is_not_written_is_told_also_where_it_holds_an_older_output():
+    def kernel(*inputs, **options):
+        O = load("math")(*inputs, **options)
+        left, n = torch.empty_like(O), O.shape[2] // 16 * 16
+        left[:, :, :n] = O[:, :, :n]
+        return left
+
+    load("math")(*Problem("", Case(70, 2, 2)).inputs(CPU, 1)[:3])
+    row = judge_problem(kernel, Problem("", Case(70, 2, 2)), CPU, 0)
+    assert row.what == "last rows of O not written"
+
+
+def test_numbers_that_no_average_of_v_has_are_not_written():
+    def kernel(*inputs, **options):
+        O = load("math")(*inputs, **options)
+        O[:, :, 64:] += torch.arange(32) * 100
+        return O
+
+    row = judge_problem(kernel, Problem("", Case(70, 2, 2, d=32)), CPU, 0)
+    assert row.what == "last rows of O not written"
+
+
+def test_a_mask_of_minus_10_is_no_lack_of_precision():
+    names = named(partial(by_mask, lambda bias: bias.clamp(min=-10)), "masks", "windows")
+    assert names == {"none of the formulas"}
+
+
+def test_a_mask_of_minus_1e9_has_one_name_for_the_output_and_its_gradients():
+    def kernel(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+        call = Call.of(Problem("", Case(1), is_causal), q, k, v, v, attn_mask)
+        G = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
+        S = q @ k.mT * q.shape[-1] ** -0.5 + call.bias.float().clamp(min=-1e9)
+        return torch.softmax(S, -1) @ v
+
+    assert named(kernel, "blind rows", "gradients") == {"average of V in rows that see no key"}
+
+
+def test_a_factor_is_told():
+    row = judge_problem(lambda *x, **y: load("math")(*x, **y) * 1.0001,
+                        Problem("", Case(65, 2, 2)), CPU, 0)
+    assert (row.what, row.detail) == ("O off by a factor", "1.0001")
+
+
+def test_a_uniform_average_has_its_name_for_gradients_too():
+    def kernel(q, *others, **options):
+        return load("math")(q * 0, *others, **options)
+
+    assert named(kernel, "lengths", "masks", "gradients") == {"uniform average"}
+
+
+def test_the_rarer_of_two_names_is_kept_where_it_fits_all_calls():
+    def kernel(*inputs, attn_mask=None, **options):
+        attn_mask = attn_mask if attn_mask is None else attn_mask != 0
+        return wrong(*inputs, attn_mask=attn_mask, **options)
+
+    assert named(kernel, "masks", "blind rows") == {"float mask taken as bool"}
+
+
+def test_a_mask_after_the_softmax_is_named():
+    def kernel(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+        bias = Call.of(Problem("", Case(1), is_causal), q, k, v, v, attn_mask).bias.float()
+        P = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5 + bias.nan_to_num(neginf=0), -1)
+        return P.masked_fill(bias == -torch.inf, 0) @ v
+
+    assert named(kernel, "causal", "masks", "windows", "blind rows") == {
+        "mask applied after the softmax"}
 
 
 @pytest.mark.parametrize("fault", ["rows of 0", "rows of nan"])
@@ -208,10 +370,10 @@ def test_rows_that_are_not_written_are_told_also_where_some_are_0_by_right(fault
 
     for kind in ("bool", "blind rows"):
         row = judge_problem(kernel, Problem("", Case(70, heads=2), mask=(kind, "QK")), CPU, 0)
-        assert row.what in ("last rows of O not written", "NaN from rows that see no key")
+        assert row.what == "last rows of O not written"
     row = judge_problem(lambda q, *_, **__: q * 0,
                         Problem("", Case(9, heads=2), mask=("blind rows", "QK")), CPU, 0, names=[])
-    assert (row.what, row.detail) == ("last rows of O not written", "from row 0 on they hold 0")
+    assert (row.what, row.detail) == ("O is 0", "")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -265,8 +427,11 @@ class Backward(torch.autograd.Function):
         D = 0 if fault == "D" else (dO * O).sum(-1, keepdim=True)
         dS = P * (dO @ v.mT - D) * (1 if fault == "scale" else scale)
         dk, dv = (x.unflatten(1, (-1, G)) for x in (dS.mT @ q, P.mT @ dO))
-        group = (lambda x: x[:, :, -1]) if fault == "group" else (lambda x: x.sum(2))
-        return dS @ k, group(dk), group(dv), None, None
+        group = {"last": lambda x: x[:, :, -1], "first": lambda x: x[:, :, 0],
+                 "mean": lambda x: x.mean(2)}.get(fault, lambda x: x.sum(2))
+        dq, dk = dS @ k, dk * (1 / scale if fault == "dK" else 1)
+        dq = dq * {"dQ": 1 / scale, "dQ twice": scale}.get(fault, 1)
+        return dq, group(dk), group(dv), None, None
 
 
 def wrong_backward(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, *,
@@ -284,7 +449,10 @@ def wrong_backward(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_
 @pytest.mark.parametrize("fault, name", [
     ("", None), ("D", "backward: D missing"), ("L", "backward: L in base 2"),
     ("scale", "backward: scale missing in dQ and dK"), ("dO", "strides of dO ignored"),
-    ("group", "backward: one head of a group"), ("mask", "backward: mask or is_causal ignored")])
+    ("last", "backward: one head of a group"), ("first", "backward: one head of a group"),
+    ("mean", "backward: mean of a group"), ("dK", "backward: scale missing in dK"),
+    ("dQ", "backward: scale missing in dQ"), ("dQ twice", "backward: scale applied twice in dQ"),
+    ("mask", "backward: mask or is_causal ignored")])
 def test_a_wrong_step_of_the_backward_is_named(fault, name):
     rows = [row for _, row in judged(partial(wrong_backward, fault=fault), groups=["gradients"])]
     assert {row.what for row in rows if row.failed} == ({name} if name else set())
@@ -646,7 +814,7 @@ def test_what_is_left_when_the_time_is_over_is_left_out(monkeypatch):
     row = worker.judge(problem)
     assert row.result == "left out" and "minutes are over" in row.what and row.failed
     assert "minutes are over" in worker.repeats(torch.float32)[0].result
-    assert worker.smallest(problem, "scale missing") == problem
+    assert worker.smallest(problem, "scale missing") == (problem, False)
 
 
 def test_calls_that_are_left_out_are_shown_and_are_no_pass(monkeypatch, capsys):
@@ -678,7 +846,8 @@ def test_a_death_says_whether_it_was_before_the_first_call(question, place, monk
         worker.begin()
 
 
-def test_sigterm_ends_the_kernels_process_as_well(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_kernels_process_as_well(number, tmp_path):
     (tmp_path / "hangs.py").write_text(textwrap.dedent("""
         import os, pathlib, time
         pathlib.Path("part").write_text(str(os.getpid()))
@@ -691,8 +860,8 @@ def test_sigterm_ends_the_kernels_process_as_well(tmp_path):
     try:
         while judge.poll() is None and not pid.exists():
             time.sleep(0.05)
-        judge.send_signal(signal.SIGTERM)
-        assert judge.wait(60) == 143
+        judge.send_signal(number)
+        assert judge.wait(60) == 128 + number
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.read_text()), 0)
     finally:
