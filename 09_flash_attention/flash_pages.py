@@ -60,6 +60,7 @@ class PagedCache:
         """
         _, page, Hkv, _ = self.K_pages.shape
         check_new((Hkv,), K_new, V_new, self.K_pages, self.V_pages)
+        refuse_gradients(K_new=K_new, V_new=V_new)  # the graph would hold the pages of all
         start = self.lengths.get(sequence, 0)
         stop = start + K_new.shape[1]
         wanted = -(-stop // page) - len(self.tables.get(sequence, ()))

@@ -97,8 +97,8 @@ def tiled_attention(module, query, key, value, attention_mask, dropout=0.0, scal
     if attention_mask is not None:
         key, value = (x[:, :, : attention_mask.shape[-1]] for x in (key, value))
         if attention_mask.shape[-2] != query.shape[-2] and not hasattr(attention_mask, "sees"):
-            raise ValueError("attention_mask must be [B, 1 or H, Nq, Nk] or tiled_mask's own, "
-                             f"no copy, as use_reentrant=True makes, got {attention_mask.shape}")
+            raise ValueError("attention_mask must be [B, 1 or H, Nq, Nk] or tiled_mask's, no copy "
+                             f"(use_reentrant makes one), got {tuple(attention_mask.shape)}")
         causal, window, masked = getattr(attention_mask, "sees", (False, None, True))
         attention_mask = attention_mask if masked else None
     mask, hidden = attention_mask, None

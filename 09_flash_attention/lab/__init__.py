@@ -6,7 +6,7 @@ fused     the platform's kernel   bench     candidates, verified, profiled and t
 formulas  what has to be held     show      tables and plots
 traffic   what has to be moved    scratchpad   that counted on running code, cachegrind   in C
 machines  chips as data, and what their memory allows
-matrix    calls for any kernel    wrong_formulas, wrong_places   faults    kernel_worker   its process
+matrix    calls for any kernel    wrong_formulas, wrong_places   faults   kernel_worker   a process
 checks    wrong arguments         dropout, learned, autocast, extras, flex   what training adds
 triton_tools  what all kernels in Triton need     served   whether they can run     caches   pages
 page      the page that play.py fills             sheet      boxes and arrows that draw.py draws

@@ -3,7 +3,6 @@
 import torch
 
 from lab.checks import check_call
-from lab.visible import refuse_gradients
 
 
 def check_new(lead, K_new, V_new, K_buffer, V_buffer):
@@ -24,7 +23,6 @@ def check_new(lead, K_new, V_new, K_buffer, V_buffer):
             raise TypeError(f"{name} must have the cache's {buffer.dtype}, got {new.dtype}")
         if new.device != buffer.device:
             raise ValueError(f"{name} must be on {buffer.device}, got {new.device}")
-    refuse_gradients(K_new=K_new, V_new=V_new)  # the graph would hold the whole cache
 
 
 def check_paged(Q, K_pages, V_pages, block_table, lengths, window, scale):

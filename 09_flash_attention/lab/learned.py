@@ -125,12 +125,14 @@ class Learning:
         self.tile = score, position
         return self.score_mod(score, *position)
 
-    @torch.inference_mode(False)  # in which there is no graph
     def backward(self, dS_block):
         """Return the gradient of the raw scores, from that of the changed ones; add to the sums.
 
         A hidden score, whose dS is 0, may come from the NaN of an unused key: it counts as 0 here.
         """
+        if torch.is_inference_mode_enabled():  # in which there is no graph
+            with torch.inference_mode(False):
+                return self.backward(dS_block)
         score, position = self.tile
         dS = dS_block.view_as(score)
         score = score.masked_fill((dS == 0) & ~score.isfinite(), 0).requires_grad_()
