@@ -97,10 +97,13 @@ def selected(output, shows):
 
 
 def thinner_table(table, columns, rows):
-    """Return the lines of a table with some columns and rows alone. columns, rows: `a | b`."""
+    """Return the lines of a table with some columns and rows alone, and what is said right below.
+
+    columns, rows: `a | b`.
+    """
     if not table[0].startswith("|"):
         raise Fault(f"{table[0]!r} begins no table")
-    cells = [line[1:-1].split("|") for line in table]
+    cells = [line[1:-1].split("|") for line in table if line.startswith("|")]
     if len(cells[0][0]) < 5:  # room for the dots
         cells = [[row[0].ljust(5, row[0][-1]), *row[1:]] for row in cells]
     head, rule, *body = cells
@@ -119,7 +122,8 @@ def thinner_table(table, columns, rows):
         body = thinned(body, [any(word in row for word in words) for row in said], gap)
     gap = [f" {CUT} ", "-----", *("     " for _ in body)]
     across = thinned([narrow(column) for column in zip(head, rule, *body)], keep, gap)
-    return [f"|{'|'.join(row)}|" for row in zip(*across)]
+    notes = [line for line in table if not line.startswith("|")]
+    return [*(f"|{'|'.join(row)}|" for row in zip(*across)), *notes]
 
 
 def narrow(column):

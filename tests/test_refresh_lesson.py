@@ -93,6 +93,12 @@ def test_columns_are_as_wide_as_what_is_left():
         "| name | why |", "|------|-----|", "| ...  |     |", "| b    | yes |"]
 
 
+def test_what_is_said_right_below_a_table_stays():
+    table = ["| name | why |", "|------|-----|", "| a    | yes |", "? not to be believed: a: why"]
+    assert refresh.selected(table, ["<!-- show: | name; columns: name -->"]) == [
+        "| name | ... |", "|------|-----|", "| a    |     |", "? not to be believed: a: why"]
+
+
 def test_a_word_is_a_whole_word():
     with pytest.raises(refresh.Fault, match="no row has the words '1x2'"):
         shown("Memory; rows: 1x2")
