@@ -216,16 +216,17 @@ def check_tile(tile):
                          f"got {tile!r}")
 
 
-def tile_of(tiles, platform, dtype, d, dv, edges):
+def tile_of(tiles, platform, dtype, d, dv, edges, window=False):
     """Return (Br, Bc, num_warps, num_stages) for a platform of `platform_of`.
 
-    tiles: {platform, then ' float32' and ' edges' where it has some of its own: {the larger of D
-    and DV: tile}}. edges: whether causal or a window hides keys.
+    tiles: {platform, then ' float32' and ' edges' or ' window' where it has some of its own: {the
+    larger of D and DV: tile}}. edges: whether causal or a window hides keys; window: on the left.
     """
     if platform == "interpreter":
         return 64, 64, 4, 1
     columns, wide = max(padded(d), padded(dv)), platform + " float32" * (dtype == torch.float32)
-    for name in [wide + " edges"] * edges + [wide] + [platform + " edges"] * edges + [platform]:
+    kinds = [" window"] * window + [" edges"] * edges + [""]
+    for name in (name + kind for name in (wide, platform) for kind in kinds):
         if name in tiles:
             of_columns = tiles[name]
             return (*of_columns[min(c for c in of_columns if c >= columns)], 4, 1)[:4]
@@ -258,7 +259,7 @@ def launch(kernel, tiles, visible, strided, contiguous, tile=None, *, by_keys=Fa
 
     if tile:
         return launch_in(tile)
-    first = tile_of(tiles, platform, Q.dtype, d, dv, LOWER or UPPER)
+    first = tile_of(tiles, platform, Q.dtype, d, dv, LOWER or UPPER, LOWER)
     launch_first_that_fits(launch_in, tiles_from(first), (
         kernel, platform, Q.dtype, padded(d), padded(dv), LOWER, UPPER))
 

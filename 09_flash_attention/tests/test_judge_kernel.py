@@ -294,7 +294,7 @@ def test_rows_from_an_edge_on_that_lack_keys_are_not_taken_as_not_written():
 
 def test_memory_that_is_not_written_is_told_also_where_it_holds_an_older_output():
     older, memory = load("math")(*Problem("", Case(70, 2, 2)).inputs(CPU, 1)[:3]), []
-    memory += [older, torch.full_like(older, math.nan)]  # what the allocator hands out, call by call
+    memory += [older, torch.full_like(older, math.nan)]  # what the allocator hands out
 
     def kernel(*inputs, **options):
         O = load("math")(*inputs, **options)
