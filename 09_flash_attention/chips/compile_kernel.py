@@ -6,8 +6,8 @@
 The kernels are those of flash_triton*.py, as their launchers launch them: for each dtype, head size
 and mask the table says whether a tile fits and what it takes on the chip. It ends with 1 where the
 launcher finds no tile that fits, or in float16 the newest compiler takes a better one (910B), or
-where one spills though another would not (Hopper). On two cores each takes well over ten minutes: choose a
-kernel, a dtype or a head size.
+where one spills though another would not (Hopper). On two cores all of it takes well over ten
+minutes; --kernel, --dtype and --head-dim choose.
 Source of the paper's tile: FlashAttention (arXiv 2205.14135), Algorithm 1, line 1.
 """
 
