@@ -8,7 +8,9 @@ After a launch for D one goes by query blocks and sums dQ, one by key blocks and
 What is summed stays on chip and is written once, by one program, so equal input gives equal bits:
 nothing is added to memory in an order that changes from run to run. The price is that S and dP are
 computed twice. `gradient_step` is that of flash_backward.py, line by line; `flash_attention_triton`
-of flash_triton.py trains through it. Source: FlashAttention-2 (arXiv 2307.08691), Algorithm 2.
+of flash_triton.py trains through it. With a window, the Ascend compiler of CANN 8.5.0 crashes on
+dQ_kernel in every tile; those of CANN 9.0.0 and later compile it (`bash scripts/compile.sh 910b`).
+Source: FlashAttention-2 (arXiv 2307.08691), Algorithm 2.
 """
 
 import sys
