@@ -18,8 +18,8 @@ from os.path import dirname, realpath
 sys.path.insert(0, dirname(realpath(__file__)))  # `python -I` leaves it out
 from lab import triton_tools
 from lab.triton_tools import (  # noqa: F401  DTYPES, MOST_COLUMNS and unserved for others
-    DTYPES, INTERPRETED, LN_2, LOWEST, MOST_COLUMNS, check_served, check_tile, hide, launch,
-    load_rows, store_rows, tiles_of, unserved)
+    DTYPES, INTERPRETED, LN_2, LOWEST, MOST_COLUMNS, above_0, check_served, check_tile, hide,
+    launch, load_rows, store_rows, tiles_of, unserved)
 from lab.visible import Visible, refuse_transforms, wants_gradient
 from flash_triton_backward import flash_attention_triton_backward
 
@@ -147,9 +147,7 @@ def flash_attention_triton(Q, K, V, *, causal=False, q_start=None, window=None, 
     scale = Visible(Q, K, V, **options).scale
     check_served(Q, V)
     check_tile(tile)
-    if scale < 1e-37:  # the kernels hide a score by -inf before they scale it
-        Q, scale = (-Q, -scale) if scale < -1e-37 else (Q * 0, 1.0)
-    options["scale"] = scale
+    Q, options["scale"] = above_0(Q, scale)
     if wants_gradient(Q, K, V):
         return _FlashAttention.apply(Q, K, V, options, return_lse, tile)
     O, m, l = forward(Q, K, V, options, tile)

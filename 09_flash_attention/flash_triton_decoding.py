@@ -22,8 +22,9 @@ sys.path.insert(0, dirname(realpath(__file__)))  # `python -I` leaves it out
 from lab import triton_tools
 from lab.caches import check_paged
 from lab.triton_tools import (
-    AS_NPU, INTERPRETED, LN_2, LOG2_E, LOWEST, adjacent, band, check_served, check_tile, current,
-    launch_first_that_fits, load_numbers, load_rows, padded, platform_of, programs, tiles_from)
+    AS_NPU, INTERPRETED, LN_2, LOG2_E, LOWEST, above_0, adjacent, band, check_served, check_tile,
+    current, launch_first_that_fits, load_numbers, load_rows, padded, platform_of, programs,
+    tiles_from)
 from lab.visible import Visible, batched, refuse_gradients
 from flash_triton import online_softmax_step
 
@@ -238,6 +239,14 @@ def held_bytes(case):
     return rows * (dv * case.dtype.itemsize + 4 + 4 * splits * (dv + 2))
 
 
+def check_split(split, tile):
+    """Raise ValueError for keys of a part that are not taken, or a tile that has more."""
+    if type(split) is not int or not 128 <= split <= 4096 or split & (split - 1):
+        raise ValueError(f"split must be a power of 2 from 128 to 4096, got {split!r}")
+    if tile and tile[1] > split:
+        raise ValueError(f"tile must have Bc of at most split, {split}, got {tile!r}")
+
+
 def attend(Q, K, V, Nk, lower, upper, LOWER, UPPER, scale, split, tile, table=None, lengths=None):
     """Return O [B, H, Nq, dv] and L [B, H, Nq] by both kernels; the arguments are theirs.
 
@@ -245,16 +254,12 @@ def attend(Q, K, V, Nk, lower, upper, LOWER, UPPER, scale, split, tile, table=No
     """
     check_served(Q, V)
     check_tile(tile)
-    if type(split) is not int or not 128 <= split <= 4096 or split & (split - 1):
-        raise ValueError(f"split must be a power of 2 from 128 to 4096, got {split!r}")
-    if tile and tile[1] > split:
-        raise ValueError(f"tile must have Bc of at most split, {split}, got {tile!r}")
+    check_split(split, tile)
     if INTERPRETED and Q.dtype == torch.bfloat16:  # its products of bfloat16 are wrong
         O, L = attend(Q.float(), K.float(), V.float(), Nk, lower, upper, LOWER, UPPER, scale, split,
                       tile, table, lengths)
         return O.to(Q.dtype), L
-    if scale < 1e-37:  # the kernel hides a score by -inf before it scales it
-        Q, scale = (-Q, -scale) if scale < -1e-37 else (Q * 0, 1.0)
+    Q, scale = above_0(Q, scale)
     (B, H, Nq, d), (_, Hkv, page, _), dv = Q.shape, K.shape, V.shape[-1]
     splits = triton.cdiv(Nk, split)
     if LOWER:  # so many parts hold all keys that some query sees

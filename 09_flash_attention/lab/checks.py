@@ -10,23 +10,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def check_call(Q, K, V, q_start, window, scale, attn_mask, score_mod):
     """Raise ValueError or TypeError for what no attention call takes."""
-    for name, x in (("Q", Q), ("K", K), ("V", V), ("attn_mask", attn_mask)):
-        is_mask = name == "attn_mask"
-        if is_mask and x is None:
-            continue
-        dtype = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        if dtype not in DTYPES and not (is_mask and dtype == torch.bool):
-            raise TypeError(f"{name} must be a {'bool, ' * is_mask}float16, bfloat16, float32 or "
-                            f"float64 tensor, got {dtype}")
-        if x.layout != torch.strided or x.is_nested:
-            raise TypeError(f"{name} must be a dense tensor, got one of layout "
-                            f"{'nested' if x.is_nested else x.layout}")
-        if x.dim() < 2 and not is_mask:
-            raise ValueError(f"{name} must be [..., N, d], got shape {tuple(x.shape)}")
-        if dtype != Q.dtype and not is_mask:
-            raise TypeError(f"{name} must have Q's dtype {Q.dtype}, got {dtype}")
-        if x.device != Q.device:
-            raise ValueError(f"{name} must be on Q's device {Q.device}, got {x.device}")
+    _check_tensors(Q, K, V, attn_mask)
     shapes = f"got Q {tuple(Q.shape)}, K {tuple(K.shape)}, V {tuple(V.shape)}"
     if Q.shape[-1] != K.shape[-1] or Q.shape[-1] == 0:
         raise ValueError(f"Q and K must have the same last dimension d >= 1, {shapes}")
@@ -51,10 +35,35 @@ def check_call(Q, K, V, q_start, window, scale, attn_mask, score_mod):
         raise ValueError(f"score_mod takes [B, H, N, d] or fewer dimensions, {shapes}")
     if attn_mask is not None:
         scores = (*Q.shape[:-1], K.shape[-2])
-        sides = zip(reversed(attn_mask.shape), reversed(scores))
-        if attn_mask.dim() > len(scores) or any(have not in (1, want) for have, want in sides):
+        if not broadcasts(attn_mask.shape, scores):
             raise ValueError(f"attn_mask must broadcast to the scores {scores}, "
                              f"got shape {tuple(attn_mask.shape)}")
+
+
+def broadcasts(shape, scores):
+    """Return whether a tensor of this shape broadcasts to the shape `scores`."""
+    sides = zip(reversed(shape), reversed(scores))
+    return len(shape) <= len(scores) and all(have in (1, want) for have, want in sides)
+
+
+def _check_tensors(Q, K, V, attn_mask):
+    for name, x in (("Q", Q), ("K", K), ("V", V), ("attn_mask", attn_mask)):
+        is_mask = name == "attn_mask"
+        if is_mask and x is None:
+            continue
+        dtype = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        if dtype not in DTYPES and not (is_mask and dtype == torch.bool):
+            raise TypeError(f"{name} must be a {'bool, ' * is_mask}float16, bfloat16, float32 or "
+                            f"float64 tensor, got {dtype}")
+        if x.layout != torch.strided or x.is_nested:
+            raise TypeError(f"{name} must be a dense tensor, got one of layout "
+                            f"{'nested' if x.is_nested else x.layout}")
+        if x.dim() < 2 and not is_mask:
+            raise ValueError(f"{name} must be [..., N, d], got shape {tuple(x.shape)}")
+        if dtype != Q.dtype and not is_mask:
+            raise TypeError(f"{name} must have Q's dtype {Q.dtype}, got {dtype}")
+        if x.device != Q.device:
+            raise ValueError(f"{name} must be on Q's device {Q.device}, got {x.device}")
 
 
 def check_backward(Q, V, attn_mask, mask_gradient, **given):

@@ -216,6 +216,15 @@ def check_tile(tile):
                          f"got {tile!r}")
 
 
+def above_0(Q, scale):
+    """Return Q and scale with the same product, scale above 0: the kernels hide a score by -inf
+    before they scale it.
+    """
+    if scale >= 1e-37:
+        return Q, scale
+    return (-Q, -scale) if scale < -1e-37 else (Q * 0, 1.0)
+
+
 def tile_of(tiles, platform, dtype, d, dv, edges, window=False):
     """Return (Br, Bc, num_warps, num_stages) for a platform of `platform_of`.
 

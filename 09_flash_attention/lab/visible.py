@@ -13,7 +13,8 @@ from functools import partial
 
 import torch
 
-from lab.checks import DTYPES, check_call, check_dropout  # noqa: F401  DTYPES for others
+from lab.checks import (  # noqa: F401  DTYPES for others
+    DTYPES, broadcasts, check_call, check_dropout)
 from lab.dropout import Dropout
 from lab.tiles import choose_tile, head_parts
 
@@ -223,8 +224,7 @@ class Visible:
         changed = self.score_mod(S, *self.positions(rows, cols))
         if not isinstance(changed, torch.Tensor):
             raise TypeError(f"score_mod must return a tensor, got {type(changed).__name__}")
-        sides = zip(reversed(changed.shape), reversed(S.shape))
-        if changed.dim() > S.dim() or any(have not in (1, want) for have, want in sides):
+        if not broadcasts(changed.shape, S.shape):
             raise ValueError(f"score_mod must return scores that broadcast to those it was given, "
                              f"{tuple(S.shape)}, got shape {tuple(changed.shape)}")
         return changed

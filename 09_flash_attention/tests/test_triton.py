@@ -382,9 +382,10 @@ def test_the_formula_of_the_kernels_is_what_they_hold(lesson, formula):
 # Chips whose compilers or loads differ
 
 
-def test_where_a_tile_does_not_fit_the_next_smaller_is_taken_and_remembered(monkeypatch):
-    tried, real = [], flash_triton.flash_attention_kernel
-    Br, Bc = (flash_triton.flash_attention_kernel.arg_names.index(name) for name in ("Br", "Bc"))
+def on_a_small_npu(monkeypatch, module, kernel):
+    """Let a kernel run as on an NPU on which a tile of 32 x 64 fits; return the tiles tried."""
+    tried, real = [], getattr(module, kernel)
+    Br, Bc = (real.arg_names.index(name) for name in ("Br", "Bc"))
 
     class Chip:
         def __getitem__(self, grid):
@@ -395,9 +396,14 @@ def test_where_a_tile_does_not_fit_the_next_smaller_is_taken_and_remembered(monk
                 return real[grid](*given, **options)
             return launch
 
-    monkeypatch.setattr(flash_triton, "flash_attention_kernel", Chip())
+    monkeypatch.setattr(module, kernel, Chip())
     monkeypatch.setattr(triton_tools, "fitting", {})
     monkeypatch.setattr(triton_tools, "platform_of", lambda device: "npu")
+    return tried
+
+
+def test_where_a_tile_does_not_fit_the_next_smaller_is_taken_and_remembered(monkeypatch):
+    tried = on_a_small_npu(monkeypatch, flash_triton, "flash_attention_kernel")
     for _ in range(2):
         check(*inputs(20, 40, dtype=torch.float32), tile=None)
     assert tried == [(128, 128), (128, 64), (64, 64), (32, 64), (32, 64)]

@@ -20,7 +20,7 @@ import triton
 from flash_triton import flash_attention_triton
 from flash_triton_backward import DK_DV_TILES, DQ_TILES, flash_attention_triton_backward
 from lab import triton_tools
-from test_triton import BANDS, strided
+from test_triton import BANDS, on_a_small_npu, strided
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 HALF = (torch.float16, torch.bfloat16)
@@ -277,20 +277,6 @@ def test_each_head_size_has_a_tile(table):
 
 
 def test_where_a_tile_does_not_fit_the_next_smaller_is_taken(monkeypatch):
-    tried, real = [], flash_triton_backward.dK_dV_kernel
-    Br, Bc = (real.arg_names.index(name) for name in ("Br", "Bc"))
-
-    class Chip:
-        def __getitem__(self, grid):
-            def launch(*given, **options):
-                tried.append((given[Br], given[Bc]))
-                if given[Br] * given[Bc] > 32 * 64:
-                    raise ValueError("[ERROR]\nub overflow, requires 2 bits while 1 bits available")
-                return real[grid](*given, **options)
-            return launch
-
-    monkeypatch.setattr(flash_triton_backward, "dK_dV_kernel", Chip())
-    monkeypatch.setattr(triton_tools, "fitting", {})
-    monkeypatch.setattr(triton_tools, "platform_of", lambda device: "npu")
+    tried = on_a_small_npu(monkeypatch, flash_triton_backward, "dK_dV_kernel")
     check(*inputs(20, 40, dtype=torch.float32), tile=None)
     assert tried == [(128, 128), (128, 64), (64, 64), (32, 64)]
